@@ -1,4 +1,4 @@
-"""Values without an end or of terabytes are refused before anything walks through them or copies them."""
+"""Endless values and values of terabytes are refused before anything reads through them or copies them."""
 
 from __future__ import annotations
 

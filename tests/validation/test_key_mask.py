@@ -1,4 +1,4 @@
-"""KeyMask: its options are checked wherever one is made, and its two readings of them agree."""
+"""KeyMask: its options are checked wherever one is made, and its two implementations of them agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What refusals say to users of other libraries: arrays as their callers know them, and what would be accepted."""
+"""Refusals for users of other libraries name arrays as their callers know them, and what would be accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mask and AttentionParams: what they refuse, and that they name it as the user does."""
+"""Mask and AttentionParams: what they refuse, by the user's names."""
 
 from __future__ import annotations
 

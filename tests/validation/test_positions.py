@@ -1,4 +1,4 @@
-"""Rows, keys and heads that stand in a larger problem: what is dropped, which kernels, and what is refused."""
+"""Rows, keys and heads with positions in a larger problem: what is dropped, which kernels, and refusals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_shards_of_heads_drop_what_the_whole_drops(ctx: ga.GpuContext) -> None:
 
 def test_positions_choose_kernels_that_know_them(ctx: ga.GpuContext) -> None:
     q, k, v = (x.astype(np.float16)[..., [0] * 64] for x in operands()[:3])
-    plain = ctx.flash_attn.inspect_key(ga.FlashForward(q, k, v, pack_gqa=False))  # as no positions are packed
+    plain = ctx.flash_attn.inspect_key(ga.FlashForward(q, k, v, pack_gqa=False))  # no positions are packed
     placed = ctx.flash_attn.inspect_key(ga.FlashForward(q, k, v, q_positions=places((0, 1), (0, 1))))
     assert (plain.kernel, plain.positions) == ("forward_sm90", False)
     assert (placed.kernel, placed.positions) == ("forward_sm90", True)

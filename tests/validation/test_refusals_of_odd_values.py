@@ -1,4 +1,4 @@
-"""Values that no caller means: 0-d arrays for lists, arrays without end, reprs that raise. Each is refused at once."""
+"""Senseless values are refused at once: 0-d arrays for lists, endless arrays, reprs that raise."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_dtype_is_refused_by_the_name_of_its_array() -> None:
 
 
 def test_a_dtype_that_cannot_be_hashed_is_refused_by_the_name_of_its_array() -> None:
-    """NumPy's strings compare and hash by what stands for a missing one."""
+    """The dtype of NumPy's strings hashes the object that stands for missing ones."""
     x, q = np.array(["1"] * 8, np.dtypes.StringDType(na_object=[])).reshape(1, 1, 1, 8), rows()  # type: ignore[call-overload]
     with ga.open_context("mock") as ctx:
         for field, reply in (

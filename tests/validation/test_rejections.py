@@ -1,6 +1,6 @@
 """Requests that cannot be answered as asked: each names its field, the value, what would be accepted, and the nearest.
 
-A request is refused by its reply, never by the call, and never at the cost of the actor that looked at it.
+A request is refused by its reply, never by the call, and the actor that checks it stays unharmed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from support.service import eventually
 import gpu_actors as ga
 
 CASES = PLAIN_CASES | CACHE_CASES
-# What `inspect_key`, which does not look at data, cannot see.
+# Faults that `inspect_key` cannot see, because it does not read data.
 OF_THE_DATA = ("must begin with 0", "must not fall", "number of rows", "longest sequence", "in [0, 184467")
 OF_THE_DATA += ("in the pool", "pool: ", "room for, ", "must not be negative", "rows in the cache, ", "of the cache: ")
 
@@ -73,7 +73,7 @@ def test_gradients_that_no_kernel_computes_are_unsupported_where_kernels_run() -
     assert (caught.value.field, caught.value.value, caught.value.nearest) == ("head_dim", 513, 512)
 
 
-# Operands as programs really pass them
+# Operands as real programs pass them
 
 
 ODD = {
@@ -101,7 +101,7 @@ def test_odd_operands_are_refused_by_name(ctx: ga.GpuContext, name: str) -> None
 
 
 def test_out_must_be_writeable_and_apart_from_the_operands_in_every_request(ctx: ga.GpuContext) -> None:
-    """The second request finds the plan of the first, which must not spare it the check."""
+    """The second request finds the plan of the first and must be checked all the same."""
     sound = dense(v=array(2, 6, 2, 8))
     for _ in range(2):
         sealed = array(2, 4, 4, 8)
@@ -133,7 +133,7 @@ def test_what_depends_on_the_data_is_checked_in_every_request(ctx: ga.GpuContext
 
 
 def test_bounds_that_wrap_around_in_32_bits_are_no_lengths(ctx: ga.GpuContext) -> None:
-    """Five steps of 2^32 / 5 come around to where they began: every 32-bit difference looks like a sound length."""
+    """Five steps of 2^32 / 5 wrap around to the start: every 32-bit difference looks like a valid length."""
     steps = np.cumsum([0] + [((1 << 32) + 4) // 5] * 4 + [0]).astype(np.int64)
     steps[-1] = (1 << 32) + 4
     bounds = steps.astype(np.uint32).view(np.int32)
@@ -145,11 +145,11 @@ def test_bounds_that_wrap_around_in_32_bits_are_no_lengths(ctx: ga.GpuContext) -
     assert (caught.value.field, caught.value.reason[:13]) == ("cu_seqlens_q", "must not fall")
 
 
-# Whatever else programs pass
+# Other values that programs pass
 
 
 class Hostile:
-    """Raises whatever is asked of it."""
+    """Raises in each of its methods."""
 
     def __hash__(self) -> int:
         raise RuntimeError("no hash")
@@ -174,7 +174,7 @@ class Impostor:
     dtype = "float32"
 
 
-# `tests/properties` has more usual values in the place of every option, and other arrays in that of every array.
+# `tests/properties` has more common values for every option, and other arrays for every array.
 GARBAGE: list[Any] = [
     *(10**400, -(10**400), 1e308, 1j, "causal", b"x", {1: 2}, set(), ..., np.int64(1), np.array([]), range(4)),
     *(np.zeros((2, 4, 4, 8), dtype) for dtype in (">f4", object, "U3", [("a", "f4")])),
@@ -201,7 +201,7 @@ SOUND = {
 
 
 def refusal(reply: ga.Reply[Any]) -> ga.RequestError | None:
-    """Why a request was refused, or None where it was answered. Anything else is raised."""
+    """The error of a refused request, or None if it is answered. Other errors are raised."""
     try:
         reply.result(30.0)
     except ga.RequestError as error:
@@ -211,7 +211,7 @@ def refusal(reply: ga.Reply[Any]) -> ga.RequestError | None:
 
 @pytest.mark.parametrize("name", SOUND)
 def test_no_value_of_any_field_harms_the_actor(ctx: ga.GpuContext, name: str) -> None:
-    """Every field of a sound request takes every kind of garbage: an answer, or a refusal that names a field."""
+    """With any garbage in any field, a valid request is answered or refused by a field's name."""
     fields = [field.name for field in dataclasses.fields(SOUND[name])]
     assert refusal(ctx.flash_attn.submit(SOUND[name])) is None
     refused = 0

@@ -1,4 +1,4 @@
-"""Requests that look wrong and are not: each once gave a wrong number or a wrong refusal."""
+"""Requests that look wrong but are valid must get neither a wrong number nor a refusal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_mock_multiplies_in_the_precision_asked_for(ctx: ga.GpuContext, compute:
     rounded = round_inputs(Q, K, V, compute)
     expected = attention_forward(*rounded).out
     assert np.abs(expected - attention_forward(Q, K, V).out).max() > 1e-5
-    # fp16's range is not taken over with its precision, and the smallest operands keep more bits.
+    # Operands have fp16's precision but not its range, and the smallest ones keep more bits.
     np.testing.assert_allclose(answer(ctx, compute=compute), expected, atol=1e-6 if compute != "f16" else 1e-5)
 
 
