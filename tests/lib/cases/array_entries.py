@@ -23,7 +23,7 @@ Ask = Callable[[ga.GpuContext, Mapping[str, Any]], ga.Reply[Any]]
 
 
 class Entry(NamedTuple):
-    """message: what the actor gets. arrays: its NumPy arrays by name. ask: makes the request of arrays like them."""
+    """message: the actor's message type. arrays: the request's NumPy arrays by name. ask: requests with such arrays."""
 
     message: type
     arrays: Mapping[str, Any]
@@ -39,7 +39,7 @@ def ints(*values: int) -> np.ndarray:
 
 
 def kv_reply(ctx: ga.GpuContext, arrays: Mapping[str, Any], ask: str, **options: Any) -> ga.Reply[Any]:
-    """The reply of a cache's ``append`` or ``attend`` of two sequences of three rows. options: by default a rope."""
+    """The reply of a cache's ``append`` or ``attend`` for two sequences. options: by default a rope."""
     with ctx.kv_cache(**(LATENT_PAGES if "c_kv" in arrays else PAGES)) as cache:
         seqs = [cache.create().result(), cache.create().result()]
         rest = dict(arrays)

@@ -1,4 +1,4 @@
-"""Blocks of a random block mask, the function that partial ones ask, and torch's lists of them."""
+"""Random block masks: the kinds of their blocks, the mask_mod of partial blocks, and torch's lists of both."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def near(b: Any, h: Any, q: Any, kv: Any) -> Any:
 def kinds_of(*shape: int) -> Any:
     """0 hidden, 1 partial, 2 full. shape: (batch, heads, blocks of rows, blocks of keys).
 
-    The first rows of head 1 see nothing, and the first KV head's rows of sequence 0 do not see the keys of block 2.
+    The first block of rows of head 1 sees nothing. In sequence 0, heads 0 and 1 do not see the keys of block 2.
     """
     kinds = np.random.default_rng(3).integers(0, 3, shape)
     kinds[:, 1, 0] = 0
@@ -32,13 +32,13 @@ def kinds_of(*shape: int) -> Any:
 
 
 def _shows_all(b: int, h: int, row: int, column: int) -> bool:
-    """Whether `near` shows every key of a block, of which the first and the last pair are furthest apart."""
+    """Whether `near` shows a whole block. In one of the two corners asked, row and key are furthest apart."""
     corners = ((row * BLOCK, column * BLOCK + BLOCK - 1), (row * BLOCK + BLOCK - 1, column * BLOCK))
     return all(near(b, h, q, kv) for q, kv in corners)
 
 
 def ordered(listed: Any, rng: np.random.Generator) -> tuple[Any, Any]:
-    """torch's counts and indices, in any order, with what is no index behind them."""
+    """torch's counts, and indices in random order. The unused entries behind them are no indices."""
     counts = listed.sum(-1).astype(np.int32)
     indices = np.full(listed.shape, 2147480000, np.int32)
     for place in np.ndindex(counts.shape):
@@ -47,6 +47,6 @@ def ordered(listed: Any, rng: np.random.Generator) -> tuple[Any, Any]:
 
 
 def usually(*usual: tuple[bool, bool, bool]) -> list[Any]:
-    """Cases of causal, modified by functions, and with lists of full blocks. The sweep alone runs those not named."""
+    """Cases (causal, with a mask_mod, with lists of full blocks). Only the sweep runs those that ``usual`` omits."""
     cases = ((True, True, True), (False, False, False), (False, True, True), (False, False, True))
     return [case if case in usual else pytest.param(*case, marks=pytest.mark.sweep) for case in cases]

@@ -1,4 +1,4 @@
-"""Requests over caches that cannot be answered as asked, with what their refusals must say."""
+"""Requests over caches that are refused, with what each refusal must say."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import gpu_actors as ga
 
 
 def paged(**changes: Any) -> ga.PagedForward:
-    """A sound request over pages: 2 sequences, 1 row each, pages of 16 keys."""
+    """A valid request over pages: 2 sequences, 1 row each, pages of 16 keys."""
     sound: dict[str, Any] = {"q": array(2, 1, 4, 8), "k_cache": array(6, 16, 2, 8), "v_cache": array(6, 16, 2, 8)}
     sound |= {"block_table": ints(0, 1, 2, 3).reshape(2, 2), "cache_seqlens": ints(20, 30)}
     return ga.PagedForward(**{**sound, **changes})
 
 
 def cached(**changes: Any) -> ga.PagedForward:
-    """The same over a dense cache of 32 keys a sequence."""
+    """A valid request over a dense cache of 32 keys a sequence."""
     sound: dict[str, Any] = {"q": array(2, 1, 4, 8), "k_cache": array(2, 32, 2, 8), "v_cache": array(2, 32, 2, 8)}
     return ga.PagedForward(**{**sound, "cache_seqlens": ints(20, 30), **changes})
 
 
 def decode(**changes: Any) -> ga.BatchedDecode:
-    """A sound request of 2 sequences with room for 32 keys each."""
+    """A valid request of 2 sequences with room for 32 keys each."""
     sound: dict[str, Any] = {"q": array(2, 4, 8), "seq_lens": ints(20, 30)}
     sound |= {name: [array(2, 32, 8), array(2, 32, 8)] for name in ("k_caches", "v_caches")}
     return ga.BatchedDecode(**{**sound, **changes})

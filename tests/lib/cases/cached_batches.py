@@ -1,4 +1,4 @@
-"""Batches of sequences with new rows, and the same in pages, in a dense cache and in one array a sequence."""
+"""Batches of sequences with new rows: packed, in pages, in a dense cache and in one array a sequence."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Batch:
         return np.concatenate(self.k), np.concatenate(self.v), ends
 
     def pages(self, page_size: int, seed: int = 0) -> PagedCache:
-        """Scattered over a pool whose other rows are NaN, behind a table whose other entries name no page."""
+        """k and v in a pool of pages whose other rows are NaN. Unused entries of the block table name no page."""
         return paginate(np.random.default_rng(seed), self.k, self.v, page_size)
 
     def dense(self, spare: int = 3) -> tuple[np.ndarray, np.ndarray]:
-        """(batch, capacity, heads_kv, dim); what no key fills is NaN."""
+        """k and v as (batch, capacity, heads_kv, dim). Rows without a key are NaN."""
         capacity = int(self.lengths.max(initial=0)) + spare
         pair = []
         for sequences in (self.k, self.v):
@@ -46,7 +46,7 @@ class Batch:
         return pair[0], pair[1]
 
     def arrays(self, spare: int = 3) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """(heads_kv, max_seq, dim), one a sequence."""
+        """k and v as an array (heads_kv, max_seq, dim) a sequence."""
         k, v = self.dense(spare)
         return ([np.ascontiguousarray(cache.swapaxes(0, 1)) for cache in side] for side in (k, v))  # type: ignore[return-value]
 
@@ -71,7 +71,7 @@ def random_batch(
 
 
 def tree_bits(mask: np.ndarray) -> np.ndarray:
-    """A bool mask (..., rows, rows) as one uint64 a row, bit by bit."""
+    """A bool mask (..., rows, rows) as one uint64 a row, one bit a key."""
     bits = np.zeros(mask.shape[:-1], np.uint64)
     for key in range(mask.shape[-1]):
         bits |= np.where(mask[..., key], np.uint64(1 << key), np.uint64(0))
@@ -79,7 +79,7 @@ def tree_bits(mask: np.ndarray) -> np.ndarray:
 
 
 def random_tree(rng: np.random.Generator, rows: int) -> np.ndarray:
-    """Draft tokens as trees of one root or several: each row sees itself and its ancestors. bool (rows, rows)."""
+    """Draft tokens as one tree or several: each row sees itself and its ancestors. bool (rows, rows)."""
     mask = np.eye(rows, dtype=bool)
     for row in range(1, rows):
         parent = rng.integers(-1, row)

@@ -1,4 +1,4 @@
-"""Batches over a KvCache whose sequences share pages, and what is right for each of their rows."""
+"""Batches over a KvCache whose sequences share pages, and the expected result of each row."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ DESCALES = {"k_descale": np.array([0.05, 0.02], np.float32), "v_descale": np.arr
 
 @dataclass(frozen=True)
 class Case:
-    """groups: of each group of forks, the rows of its prefix, and the further ones of each member before the request.
+    """groups: for each group of forks, the rows of its prefix and the rows that each member then appends.
 
-    rows: of q of each sequence, or a list of them, which are packed. new: they are appended; else q's rows are the last
-    ones that there are. options: of the request, arrays made of (rng,
-    sequences, heads, rows) where callable.
+    rows: q's rows of each sequence, or one number a sequence, which packs them. new: the request brings k and v of
+    these rows; else q stands for the last rows of the cache. options: of the request; callables make an array from
+    (rng, sequences, heads, rows).
     """
 
     groups: tuple[tuple[int, tuple[int, ...]], ...] = ((83, (0, 0, 3, 9)), (20, (0,)), (41, (0, 7)))
@@ -54,7 +54,7 @@ class Case:
 
 
 def sinks(rng: Any, _: int, heads: int, __: int) -> Any:
-    """In q's dtype, where the parts of a cascade are float32."""
+    """Sinks in float16, q's dtype; the parts of a cascade are float32."""
     return (rng.standard_normal(heads) + 2).astype(np.float16)
 
 
@@ -86,8 +86,8 @@ CASES = {
 
 @dataclass(frozen=True)
 class Seen:
-    """What a run gave. wanted: (out, lse, what out may err by) of each sequence's rows. events: of launches that are
-    cascades. reasons: of those that are none, where pages are shared."""
+    """The results of a run. wanted: (out, lse, bound of out's error) of each sequence's rows. events: of launches that
+    are cascades. reasons: why other launches over shared pages are not."""
 
     results: list[Any]
     wanted: list[tuple[Any, Any, Any]]
@@ -122,7 +122,7 @@ class Batch:
             wait(self.cache.append(seq, *self.new(rows)))
 
     def request(self) -> dict[str, Any]:
-        """A request of new rows of all sequences, with all it takes but ``seqs``."""
+        """Arguments of ``attend`` for rows of all sequences, without ``seqs``."""
         case, count = self.case, len(self.seqs)
         packed = not isinstance(case.rows, int)
         shape = (sum(case.rows),) if isinstance(case.rows, tuple) else (count, case.rows)
@@ -174,7 +174,7 @@ class Batch:
 
 
 def run(case: Case, device: str, cascade: Any = True, steps: int = 2, **options: Any) -> Seen:
-    """Steps of a batch of all sequences."""
+    """Make ``steps`` requests for all sequences of a case."""
     events: list[Any] = []
     how = ga.ContextOptions(on_event=events.append, **options)
     results: list[Any] = []

@@ -13,18 +13,18 @@ __all__ = ["SIMPLE_VARIANTS", "SM90_VARIANTS", "VARIANTS", "Variant", "draw"]
 
 PAGE_SIZES = (2, 3, 5, 8, 16, 24, 64, 128, 256)
 KINDS = ("gaussian", "rising", "peaked")
-# (query heads a KV head, new rows) that fill a tile of so many packed rows.
+# (query heads a KV head, new rows) for which decode_mma takes tiles of so many packed rows.
 PACKED = {
     16: ((1, 1), (4, 1), (16, 1), (8, 2), (1, 16), (3, 5), (5, 3)),
     32: ((4, 8), (16, 2), (1, 32), (3, 7), (1, 17)),
     64: ((8, 8), (1, 64), (16, 4), (6, 11), (2, 64)),
 }
-# The same of decode_sm90's tiles, from 16 rows on.
+# The same for decode_sm90, from 16 packed rows on.
 SM90_PACKED = {
     64: ((8, 2), (4, 8), (8, 8), (6, 3), (1, 64), (16, 4), (20, 1)),
     128: ((8, 16), (16, 8), (6, 11), (2, 64), (5, 40), (1, 100)),
 }
-# The same of decode_simple: up to 8 rows, and more.
+# The same for decode_simple: up to 8 packed rows, and more.
 SIMPLE_PACKED = {
     8: ((1, 1), (4, 1), (8, 1), (2, 3), (1, 8)),
     32: ((4, 8), (16, 2), (1, 32), (3, 7), (6, 11)),
@@ -32,7 +32,7 @@ SIMPLE_PACKED = {
 
 
 class Variant(NamedTuple):
-    """A compiled variant. packed: rows of a tile. varlen: rows differ between sequences. options: always given."""
+    """A compiled variant. packed: rows of a tile. varlen: rows differ between sequences. options: of every problem."""
 
     arch: str
     layout: str
@@ -52,7 +52,7 @@ class Variant(NamedTuple):
 
 F16, BF16, E4M3, E5M2 = "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"
 F32, F64 = "float32", "float64"
-# Every source, every format, every tile of rows, every option; sizes vary below. single: pages of one key.
+# Every layout, dtype, tile of rows and option; `draw` varies the sizes. single: pages of one key.
 VARIANTS = (
     Variant("sm_80", "paged", F16, F16, 64, 64, 16, False, ("causal",)),
     Variant("sm_90a", "paged", BF16, BF16, 128, 128, 64, False, ("causal", "window", "sink_tokens")),
@@ -71,7 +71,7 @@ VARIANTS = (
 )
 
 
-# Of decode_sm90: every way to lay out boxes, both tiles of rows, every option.
+# Of decode_sm90: every layout of TMA boxes, both tiles of rows, every option.
 SM90_VARIANTS = (
     Variant("sm_90a", "paged", BF16, BF16, 128, 128, 64, False, ("causal",)),
     Variant("sm_90a", "paged", F16, F16, 64, 64, 128, True, ("causal", "window", "sink_tokens", "sinks")),
@@ -89,7 +89,7 @@ SM90_VARIANTS = (
     Variant("sm_90a", "cache", E5M2, E5M2, 80, 96, 128, False, ("descales", "window")),
 )
 
-# Of decode_simple: every dtype, layout and tile, head dims that are no whole chunks, every option.
+# Of decode_simple: every dtype, layout and tile, head dims that are not whole chunks, every option.
 SIMPLE_VARIANTS = (
     Variant("sm_80", "paged", F32, F32, 64, 64, 8, False, ("causal",)),
     Variant("sm_86", "paged", F64, F64, 20, 36, 8, False, ("causal", "sinks", "single")),
@@ -142,20 +142,20 @@ def draw(variant: Variant, seed: int, longest: int = 2000) -> DecodeCase:
         case.places = rng.permutation(count + 3)[:count].tolist()
     case.own = "own" in variant.options
     if hopper and (ratio < 16 or variant.packed > 64):
-        case.options["num_splits"] = 0  # pinned, the heads alone would choose another kernel or tile
+        case.options["num_splits"] = 0  # with pinned splits, the heads alone choose the kernel and tile
     return case
 
 
 def _length(rng: np.random.Generator, rows: int, longest: int) -> int:
-    """Often an edge: nothing, fewer keys than rows, whole tiles."""
+    """A number of keys, half of the time an edge: none, at most as many as rows, whole tiles."""
     kinds = (0, rows, int(rng.integers(1, rows + 1)), 64 * int(rng.integers(1, 1 + longest // 64)))
     choice = int(rng.integers(8))
     return kinds[choice] if choice < len(kinds) else int(rng.integers(rows, longest + 1))
 
 
 def _steered(kind: str, rng: np.random.Generator, q: Any, k: list[Any]) -> tuple[Any, list[Any]]:
-    """q and k with the scores wanted: rising with the key by about 24 in all, so that every tile brings a new maximum,
-    or of a standard deviation of 10."""
+    """q and k whose scores rise with the key by about 24 in all, so that every tile has a new maximum, or have a
+    standard deviation of 10."""
     if kind == "peaked":
         return q * 10.0, k
     if kind == "gaussian":

@@ -16,7 +16,7 @@ Move = Callable[[Any], Any]
 
 
 def request_of(case: DecodeCase, move: Move = lambda array: array) -> ga.PagedForward | ga.BatchedDecode:
-    """The request that a case stands for. move: puts each array where it shall lie."""
+    """The request of a case. move: gives each array in the memory that the request takes it from."""
     operands = {name: move(array) for name, array in case.operands().items()}
     options = {
         name: move(value) if isinstance(value, np.ndarray) else value

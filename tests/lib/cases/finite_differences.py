@@ -1,4 +1,4 @@
-"""Gradients by central differences, which know nothing of the formulas that they are held against."""
+"""Gradients by central differences, which share nothing with the formulas that they check."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def differences(loss: Callable[[Mapping[str, Array]], float], arrays: Mapping[st
 
 
 def disagreement(actual: Mapping[str, Array], expected: Mapping[str, Array]) -> float:
-    """The largest |actual - expected| in units of that array's largest expected element, but no less than 1."""
+    """The largest |actual - expected|, in units of that array's largest expected element or of 1, if it is less."""
     assert actual.keys() == expected.keys()
     worst = 0.0
     for name, wanted in expected.items():

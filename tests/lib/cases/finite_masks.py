@@ -1,4 +1,4 @@
-"""Biases that hide keys by large finite numbers, as masks of frameworks do. For tests."""
+"""Biases that hide keys by large finite numbers, as frameworks' masks do. For tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["FLOAT32_MIN", "LOW", "check_close", "hide_first", "hide_keys", "patt
 Array = npt.NDArray[Any]
 
 FLOAT32_MIN = float(np.finfo(np.float32).min)
-# The lowest numbers of the three dtypes, as Transformers masks with them; JAX's; and what people write by hand.
+# The lowest numbers of three dtypes, with which Transformers masks; JAX's number; and numbers written by hand.
 LOW = (
     FLOAT32_MIN,
     float(ml_dtypes.finfo(ml_dtypes.bfloat16).min),
@@ -28,9 +28,9 @@ LOW = (
 def patterns(keys: int, low: float) -> Array:
     """Rows of a bias, float32 (8, keys).
 
-    The first half of the keys hidden; all of them; the second half; the first half by -inf and the rest by ``low``;
-    all by -inf; the last one raised as far as others are lowered; halves hidden by two numbers, one twice the other
-    where that exists; none.
+    ``low`` hides the first half of the keys; all keys; the second half; the second half, with the first hidden by -inf.
+    -inf hides all keys. The last key is raised by -``low``. ``low`` hides the first half and twice ``low``, if float32
+    has it, the second. No key is hidden.
     """
     half = keys // 2
     bias = np.zeros((8, keys), np.float32)
@@ -61,13 +61,13 @@ def hide_keys(bias: Array, seed: int, *, finite: bool = False) -> Array:
 
 
 def hide_first(bias: Array) -> Array:
-    """A float32 bias that hides the first half of the keys, and from every fifth row all, by float's lowest number."""
+    """A float32 bias that hides the first half of the keys, from every fifth row all keys, by float's lowest number."""
     hidden = bias.astype(np.float32)
     hidden[..., : bias.shape[-1] // 2] = hidden[:, :, ::5] = FLOAT32_MIN
     return hidden
 
 
 def check_close(name: str, actual: Any, expected: Any, absolute: float, relative: float = 0.0) -> None:
-    """NaN and infinities alike, and the rest within the bounds."""
+    """Check that NaN and infinities are the same, and the rest within the bounds."""
     actual, expected = (np.asarray(each).astype(np.float64) for each in (actual, expected))
     np.testing.assert_allclose(actual, expected, rtol=relative, atol=absolute, err_msg=name)

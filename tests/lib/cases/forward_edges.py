@@ -12,7 +12,7 @@ from gpu_actors.testing import ForwardCase
 __all__ = ["EDGES", "edge_case"]
 
 _ENDS = {"cu_seqlens_q": np.array([0, 5, 5, 8, 41], np.int32), "cu_seqlens_k": np.array([0, 0, 7, 9, 12], np.int32)}
-# (rows, keys) and options. Five rows of a sequence without keys, keys without rows, and 30 rows that end before key 0.
+# (rows, keys) and options. _ENDS has five rows without keys, keys without rows, and 30 rows that lie before key 0.
 _PROBLEMS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "empty sequences": (41, 12, {"causal": True, **_ENDS}),
     "empty sequences with sinks": (41, 12, {"causal": True, "sinks": np.array([0.5, -3.0], np.float32), **_ENDS}),

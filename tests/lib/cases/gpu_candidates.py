@@ -1,7 +1,7 @@
-"""Requests, one or more for every kernel of the dispatch table, with what their answers are checked against.
+"""Requests, one or more for every kernel of the dispatch table, with the checks of their answers.
 
-A kernel that none of them reaches is found by a test that needs no GPU, so that a new one is given its candidates when
-it is added to the table.
+A test that needs no GPU finds kernels that no request reaches, so a new kernel gets its candidates when it is added to
+the table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SEQLENS = (150, 300)
 
 @dataclass(frozen=True)
 class Asked:
-    """check: takes the result and the name of the kernel that answered; raises AssertionError."""
+    """check: takes the result and the name of the kernel that answered. Raises AssertionError."""
 
     request: Any
     check: Check
@@ -35,7 +35,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Candidate:
-    """make: gives the request. first: the compute capability that it needs."""
+    """make: builds the request. first: the lowest compute capability that has it."""
 
     name: str
     make: Callable[[], Asked]
@@ -90,7 +90,7 @@ def _backward(seed: int, deterministic: bool = False, **choices: Any) -> Callabl
 
 
 def _shared_backward() -> Asked:
-    """k and v of one sequence for three, whose gradients are sums."""
+    """Three sequences share k and v, whose gradients are sums."""
     rng = np.random.default_rng(21)
     q, dout = (cast(rng.standard_normal((3, 200, 4, 64)), "bfloat16") for _ in range(2))
     k, v = (cast(rng.standard_normal((1, 300, 2, 64)), "bfloat16") for _ in range(2))
@@ -178,7 +178,7 @@ def _latent(lengths: tuple[int, ...], *, rows: int = 1, heads: int = 16, page: i
 
 
 def _padded(sequences: list[Any]) -> list[Any]:
-    """Every sequence as long as the longest and three more, filled up with NaN."""
+    """Every sequence, padded with NaN to three rows more than the longest."""
     longest = max(map(len, sequences)) + 3
     return [np.concatenate([x, np.full((longest - len(x), *x.shape[1:]), np.nan, x.dtype)]) for x in sequences]
 
@@ -282,7 +282,7 @@ CANDIDATES = (
     Candidate("decode in a window", _decode((300, 1000), window_size=(100, -1))),
 )
 
-# Those whose answers have the same bits every time: of gradients, the deterministic ones.
+# The candidates whose answers have the same bits every time: of the gradients, the deterministic ones.
 REPEATABLE = tuple(
     candidate
     for candidate in CANDIDATES

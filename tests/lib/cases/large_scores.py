@@ -1,7 +1,7 @@
-"""Problems whose scores a float32 can hardly hold: biases that hide keys, sinks, slopes and products of that size.
+"""Problems whose scores are near the limits of float32: biases that hide keys, sinks, slopes and products.
 
-A base of exponents overflows there, or is rounded by more than weights stand: with products fused into sums, as by
-ptxas, much earlier than without.
+The base of the exponents overflows there, or its rounding changes the weights. With products fused into sums, as ptxas
+fuses them, this happens with much smaller scores.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["HEADS", "KEYS", "LARGE", "SINKS", "STEEP", "check_large", "masked"]
 LARGE = ("low", "low with sinks", "steep", "large products")
 KEYS, HEADS = 150, 3
 SINKS = np.array([-3e38, 3e38, 0.5], np.float32)
-STEEP = np.array([1e30, 3e38, -1e36], np.float32)  # of ALiBi
+STEEP = np.array([1e30, 3e38, -1e36], np.float32)  # ALiBi slopes
 
 
 def masked(dtype: str, dim: int, low: float) -> tuple[list[Any], Any]:
     """q, k and v, and a bias that hides keys by ``low``.
 
-    Queries of the second sequence are 0, so that float holds its scores, which are the bias alone. The first one has
-    no row whose scores are lost beside a number that is added to all that count.
+    Queries of the second sequence are 0, so its scores are the bias alone and exact in float. The first sequence has no
+    row with a large number added to all its visible scores, in which these would be lost.
     """
     rng = np.random.default_rng(0)
     inputs = [cast(rng.standard_normal((2, rows, HEADS, dim)), dtype) for rows in (8, KEYS, KEYS)]
@@ -43,7 +43,7 @@ def _problems(name: str, dtype: str, dim: int) -> Iterator[tuple[list[Any], dict
     if name == "steep":
         yield masked(dtype, dim, 0.0)[0], {"alibi_slopes": STEEP}
     elif name == "large products":
-        # Scores beyond 2^28: keys are integers of 8 bits times 2^8, so that float holds all products.
+        # Scores beyond 2^28: keys are integers of 8 bits times 2^8, so that all products are exact in float.
         rng = np.random.default_rng(1)
         numbers = rng.integers(128, 256, (2, KEYS, 1, 1)) * rng.choice([-256.0, 256.0], (2, 1, HEADS, 1))
         q, k = np.full((2, 8, HEADS, dim), 2.0**15), np.broadcast_to(numbers, (2, KEYS, HEADS, dim))
@@ -56,7 +56,7 @@ def _problems(name: str, dtype: str, dim: int) -> Iterator[tuple[list[Any], dict
 
 
 def check_large(name: str, kernel: str, dtype: str, dim: int, arch: str, compute: str | None = None) -> None:
-    """Compare a forward kernel with the oracle: NaN and infinities alike, and the rest closely."""
+    """Compare a forward kernel with the oracle: the same NaN and infinities, and the rest within bounds."""
     eight_bits = dtype.startswith("float8")
     for inputs, options in _problems(name, dtype, dim):
         problem = problem_of(*inputs, compute=compute, **options)

@@ -12,7 +12,7 @@ __all__ = ["listed_tiles"]
 
 
 def listed_tiles(key: ga.DispatchKey) -> int:
-    """Tiles of the listed blocks, less those behind the last row or key of each sequence."""
+    """Tiles of the listed blocks, without those behind the last row or key of each sequence."""
     macros, seen = kernel_source(key).macros, 0
     for n in range(BATCH):
         rows, keys = np.arange(0, ROWS[n], int(macros["BLOCK_M"])), np.arange(0, KEYS[n], int(macros["BLOCK_N"]))

@@ -23,12 +23,12 @@ def many_keys(keys: int, head_dim: int, rows: int = ROWS) -> tuple[Any, Any, Any
 
 
 def loss(out: Any, q: Any, k: Any, v: Any) -> float:
-    """The mean of what an output lacks, as a share of the exact one."""
+    """The mean of the exact output minus ``out``, as a share of the exact mean."""
     exact = attention_forward(q, k, v).out
     return float(np.mean(exact - out.astype(np.float64)) / np.mean(exact))
 
 
 def check_many_keys(out: Any, lse: Any, q: Any, k: Any, v: Any) -> None:
-    """The tolerance rule, and no loss that a row of errors of one sign would show."""
+    """Check the tolerance rule, and that errors of one sign do not add up to a loss."""
     check_output(out, lse, q, k, v, weights_dtype=E4M3)
     assert abs(loss(out, q, k, v)) < 2**-8, "out differs"

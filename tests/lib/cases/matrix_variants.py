@@ -1,4 +1,4 @@
-"""The kernels that the rows of `matrix` launch first, without launching them."""
+"""Finds which kernels the rows of `matrix` launch first, without launching them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Asked(Exception):
 
 
 def first_variant(family: str, row: str, grid: bool = False) -> Variant | None:
-    """The variant that a row launches first, None where it builds another source. grid: of the family's grid."""
+    """The variant that a row launches first, or None if it asks for no source. grid: ``row`` is one of GRID."""
 
     def kernel_source(of: Any) -> Any:
         raise _Asked(of)
@@ -43,7 +43,7 @@ def first_variant(family: str, row: str, grid: bool = False) -> Variant | None:
 
 @contextlib.contextmanager
 def _replaced(kernel_source: Any) -> Iterator[None]:
-    """`kernel_source` in every module that has taken it from `support.gate`."""
+    """Replace `kernel_source` in every module that imported it from `support.gate`."""
     with contextlib.ExitStack() as stack:
         for module in list(sys.modules.values()):
             if vars(module).get("kernel_source") is gate.kernel_source and module is not gate:

@@ -1,4 +1,4 @@
-"""Packed sequences with block masks: their lists, their arrays and their answer by the formula."""
+"""Packed sequences with block masks: lists, arrays, and out and LSE by the formula."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def explicit(arrays: dict[str, Any], causal: bool, modified: Any, kinds: Any = K
 
 
 def poisoned(arrays: dict[str, Any]) -> dict[str, Any]:
-    """The same, with NaN where no listed block is: keys that a KV head's rows do not see."""
+    """The same arrays, with NaN in keys and values that no listed block has: block 2 of sequence 0 and KV head 0."""
     arrays = dict(arrays)
     for name in "kv":
         arrays[name] = arrays[name].copy()

@@ -1,4 +1,4 @@
-"""Forward problems whose rows and keys stand in a larger problem, or see one chunk of it."""
+"""Forward problems whose rows and keys have positions in a larger problem, or see one chunk of it."""
 
 from __future__ import annotations
 

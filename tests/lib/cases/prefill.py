@@ -1,4 +1,4 @@
-"""Many new rows over pages and caches, as requests that forward_sm90 answers."""
+"""Requests of many new rows over pages and caches, which forward_sm90 answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KERNEL = "forward_sm90"
 
 
 class Case(NamedTuple):
-    """page_size 0: a dense cache. packed: rows of the sequences follow each other, and their numbers differ."""
+    """page_size: 0 for a dense cache. packed: the sequences' rows are packed, and their numbers differ."""
 
     page_size: int
     dim: int

@@ -58,7 +58,7 @@ GRIDS: dict[Kind, dict[str, Sequence[Any]]] = {
 
 
 class Cell(NamedTuple):
-    """group: heads of q a head of k. layout: of decode the size of a page, 0 for a dense cache. rows: new ones."""
+    """group: q heads a KV head. layout: for decode the page size, 0 for a dense cache. rows: for decode, new rows."""
 
     kind: Kind
     dim: int
@@ -70,7 +70,7 @@ class Cell(NamedTuple):
 
 
 def cells(kind: Kind, dim: int) -> Iterator[tuple[int, Cell]]:
-    """Every cell of that head dim, with a seed. Decode takes dtypes in turn, the others each."""
+    """Every cell of that head dim, with a seed. Cells of decode take the dtypes in turn."""
     grid = GRIDS[kind] | {"dim": (dim,)} | ({"dtype": ("",)} if kind == "decode" else {})
     for seed, values in enumerate(itertools.product(*grid.values())):
         cell = Cell(kind, *values)
@@ -78,7 +78,7 @@ def cells(kind: Kind, dim: int) -> Iterator[tuple[int, Cell]]:
 
 
 def sample(kind: Kind, each: int, seed: int = 0) -> list[tuple[int, str, Cell]]:
-    """(seed, arch, cell): so many of each head dim and mask, with the values of all else as often as each other."""
+    """(seed, arch, cell): ``each`` of each head dim and mask. The values of all else are equally frequent."""
     rng = np.random.default_rng(seed)
     grid = GRIDS[kind]
     strata = list(itertools.product(grid["dim"], grid["mask"])) * each
@@ -94,9 +94,9 @@ def _balanced(values: Sequence[T], count: int, rng: np.random.Generator) -> list
 
 
 def answer(ctx: ga.GpuContext, cell: Cell, seed: int) -> str:
-    """Ask a context, compare with the oracle by the tolerance rule, and give the kernel that has answered.
+    """Ask a context and compare with the oracle by the tolerance rule. Returns the kernel that answered.
 
-    Keys that no row sees, unused rows of pages and of caches are NaN.
+    Keys that no row sees (not for decode) and unused rows of pages and caches are NaN.
     """
     if cell.kind == "decode":
         case = _decode(cell, seed)
@@ -125,11 +125,11 @@ def _heads(group: int) -> tuple[int, int]:
 
 
 def _options(cell: Cell, seed: int, heads: int, rows: int, keys: int) -> dict[str, Any]:
-    """rows, keys: of the longest sequence. A bias hides keys by numbers such as frameworks' masks have."""
+    """rows, keys: of the longest sequence. A bias hides keys by numbers from frameworks' masks."""
     rng = np.random.default_rng([seed, 1])
     bias = rng.standard_normal((1, heads, rows, keys)).astype(np.float32)
     arrays = {
-        "bias": hide_keys(bias, seed, finite=cell.kind == "backward"),  # NaN in a row of q beside -inf is NaN
+        "bias": hide_keys(bias, seed, finite=cell.kind == "backward"),  # the NaN of a poisoned q plus -inf is NaN
         "alibi_slopes": rng.uniform(0.01, 0.5, heads).astype(np.float32),
         "sinks": rng.standard_normal(heads).astype(np.float32),
     }
@@ -139,7 +139,7 @@ def _options(cell: Cell, seed: int, heads: int, rows: int, keys: int) -> dict[st
 
 
 def _decode(cell: Cell, seed: int) -> DecodeCase:
-    """Three sequences, of which one may be empty. Every third problem has rows that differ in number."""
+    """Three sequences, of which one may be empty. In every third problem their numbers of rows differ."""
     rng = np.random.default_rng([seed, 2])
     page = cell.layout or 16
     lengths = [

@@ -30,7 +30,7 @@ __all__ = ["MERGES", "ORDERS", "covering", "device_of", "prove", "proved_alone",
 
 ORDERS: Sequence[dict[str, Any]] = (
     {"delivery": "late", "schedule": "greedy"},
-    # With the errors that a GPU's own arithmetic may have, which must not look like those of a wrong kernel.
+    # With the errors of a GPU's arithmetic, which must not be taken for those of a wrong kernel.
     {"delivery": "eager", "schedule": "round_robin", "arithmetic": "hardware", "seed": 1},
 )
 _HANGS = 30.0  # seconds of a launch
@@ -54,7 +54,7 @@ def device_of(arch: str, **emulation: Any) -> CudaDevice:
 
 
 def prove(variant: Variant, orders: Iterable[dict[str, Any]] = ORDERS) -> int:
-    """Run a variant's experiments in each order. Gives how many there were. Raises as `Experiment.prove`."""
+    """Run a variant's experiments in each order. Returns how many ran. Raises as `Experiment.prove`."""
     count = 0
     for order in orders:
         device = device_of(variant.arch, **order)
@@ -71,7 +71,7 @@ def prove(variant: Variant, orders: Iterable[dict[str, Any]] = ORDERS) -> int:
 
 
 def proved_alone(variant: Variant) -> Variant:
-    """The variant itself, or the one that it is launched beside, which proves both; itself where nothing does."""
+    """The variant, or the one that it is launched beside if only that one is proved, by experiments with both."""
     key = variant.example
     if is_proved(variant) or not isinstance(key, ga.DispatchKey) or key.score_mod is not None:
         return variant
@@ -82,7 +82,7 @@ def proved_alone(variant: Variant) -> Variant:
 
 
 def variants_of_family(family: str) -> list[Variant]:
-    """Those that the rows of a family of the matrix launch first, each once, and that are proved."""
+    """The proved variants that the rows of a family of the matrix launch first, each once; for merge, of `MERGES`."""
     if family == "merge":
         merges = [merge_variant(problem, "sm_90a") for problem in MERGES.values()]
         return merges + [v for problem in MERGES.values() for v in merge_gradient_variants(problem, "sm_90a")]
@@ -95,7 +95,7 @@ def variants_of_family(family: str) -> list[Variant]:
 
 
 def covering(variants: Sequence[Variant], most: int) -> list[Variant]:
-    """So many variants that have as many different pairs of options as they can together."""
+    """At most ``most`` variants, chosen one by one so that each adds the most new pairs of options."""
 
     def parts(variant: Variant) -> set[Any]:
         own = {(name, value) for name, value in variant.macros.items() if value == 1 or isinstance(value, str)}

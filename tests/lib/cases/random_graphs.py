@@ -17,7 +17,7 @@ BROADCASTS = ((1, 2, 1, 1), (2, 1, 6, 1), (1, 1, 1, 5), (1, 2, 6, 5), (2, 2, 6, 
 class RandomGraph:
     """A graph from tensor SCORE to tensor RESULT, in float64. values: of its other inputs, by uid.
 
-    graph, score: one that is under way, whose scores it modifies; `result` is then virtual.
+    graph, score: an existing graph, and its scores to modify; `result` is then virtual.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class RandomGraph:
             self._add_input(n)
         for _ in range(size):
             self._add_node()
-        # What was made last need not depend on the score, or be read: a sum takes everything in.
+        # The last nodes need not depend on the score or be read, so a sum takes in all that is unread.
         unread = [t for t in self._floats if t.virtual and not self._is_read(t)]
         total = score * 0.5
         for tensor in unread:
@@ -49,7 +49,7 @@ class RandomGraph:
         self._prune()
 
     def _prune(self) -> None:
-        """Drop what is not read, until all is read."""
+        """Drop tensors and nodes that are not read, until all are."""
         graph = self.graph
         while True:
             read = {uid for node in graph.nodes for uid in node.inputs} | {self.result.uid} | self._before
@@ -72,7 +72,7 @@ class RandomGraph:
             self.values[FIRST_TENSOR + n] = self._numbers.standard_normal(dims)
             self._floats.append(self.graph.tensor(uid=FIRST_TENSOR + n, dims=dims, dtype="float64"))
         elif kind == "ints":
-            # Of unknown range, so for comparisons alone.
+            # Their range is unknown, so only comparisons take them.
             self.values[FIRST_TENSOR + n] = self._numbers.integers(0, 4, dims).astype(np.int32)
             ids = self.graph.tensor(uid=FIRST_TENSOR + n, dims=dims, dtype="int32")
             self._floats.append(self.graph.select(ids > self._rng.randrange(4), self._float(), self._float()))

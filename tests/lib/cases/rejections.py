@@ -1,4 +1,4 @@
-"""Requests that cannot be answered as asked, with what their refusals must say."""
+"""Requests that are refused, with what each refusal must say."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ints(*values: int, dtype: Any = np.int32) -> np.ndarray:
 
 
 def dense(**changes: Any) -> ga.FlashForward:
-    """A sound request, batch 2, seqlens 4 and 6, heads 4 and 2, head_dim 8, with changes."""
+    """A valid request, batch 2, seqlens 4 and 6, heads 4 and 2, head_dim 8, with changes."""
     sound: dict[str, Any] = {"q": array(2, 4, 4, 8), "k": array(2, 6, 2, 8), "v": array(2, 6, 2, 8)}
     return ga.FlashForward(**{**sound, **changes})
 
@@ -33,7 +33,7 @@ def fp8(**changes: Any) -> ga.FlashForward:
 
 
 def varlen(**changes: Any) -> ga.FlashForward:
-    """A sound varlen request: sequences of (1, 2) and (3, 4) rows."""
+    """A valid varlen request: sequences of 1 row and 2 keys, and of 3 rows and 4 keys, with changes."""
     sound: dict[str, Any] = {"q": array(4, 4, 8), "k": array(6, 2, 8), "v": array(6, 2, 8)}
     sound |= {"cu_seqlens_q": ints(0, 1, 4), "cu_seqlens_k": ints(0, 2, 6)}
     return ga.FlashForward(**{**sound, **changes})
@@ -50,9 +50,9 @@ OF_THE_FIELD: Any = object()
 
 @dataclasses.dataclass
 class Case:
-    """A request with what its refusal must say. value: by default that of the field, an array by dtype and shape.
+    """A request with what its refusal must say. value: by default the field's, of an array its dtype and shape.
 
-    nearest: where there is one, the request is unsupported.
+    nearest: if there is one, the error is `Unsupported`.
     """
 
     request: Any

@@ -1,4 +1,4 @@
-"""Gradients of attention with a modification, from its formula alone, and how far a kernel's results may be off."""
+"""Gradients of attention with a modification, from its formula alone, and the bounds of a kernel's errors."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ SMALLEST_NORMAL = {"float16": 2.0**-14, "bfloat16": 0.0}
 
 
 class Gradients(NamedTuple):
-    """By uid: the gradient in float64, and what rounding may cost a correct kernel, element by element."""
+    """By uid: the gradient in float64, and each element's error bound for the rounding of a correct kernel."""
 
     values: dict[int, Any]
     rounding: dict[int, Any]
 
 
 def backward_arrays(case: Case, seed: int = 0) -> dict[int, Any]:
-    """The operands of backward: those of forward, what it gave, and the gradient that arrives."""
+    """The operands of backward: those of forward, its out and stats, and dout."""
     wanted = expected(case)
     dtype = case.arrays[Q].dtype
     dout = np.random.default_rng(100 + seed).standard_normal(wanted.out.shape).astype(dtype)
@@ -82,7 +82,7 @@ def expected_gradients(case: Case, arrays: dict[int, Any]) -> Gradients:
     slope = np.where(np.isneginf(scores), 0.0, slope)
     weights = np.exp(scores - np.where(np.isneginf(wanted := expected(case).stats), 0.0, wanted))
     dweights = dout @ v.swapaxes(-1, -2)
-    # From the output as it was given, whose rounding is no error of the kernel.
+    # From the given output, whose rounding is not an error of the kernel.
     delta = (dout * arrays[OUT].astype(np.float64)).sum(axis=-1, keepdims=True)
     dscores = weights * (dweights - delta)
     dscaled = SCALE * dscores * slope
@@ -114,7 +114,7 @@ def grouped(gradient: Any) -> Any:
 
 
 def check_gradients(case: Case, arrays: dict[int, Any], found: dict[int, Any]) -> None:
-    """The rule of `gpu_actors.reference.gradient_tolerance`, for what a kernel of 16-bit operands gave."""
+    """The rule of `gpu_actors.reference.gradient_tolerance`, for the gradients of a kernel on 16-bit operands."""
     wanted = expected_gradients(case, arrays)
     low = record(backward_graph(case), arrays, step=rounder(case.dtype)).values
     for uid, reference in wanted.values.items():
@@ -125,9 +125,9 @@ def check_gradients(case: Case, arrays: dict[int, Any], found: dict[int, Any]) -
 
 
 def check_forward(case: Case, found: dict[int, Any], mask: ga.Mask | None = None) -> None:
-    """The field's rule of `gpu_actors.reference.tolerance`, a row at a time, against the formula.
+    """The rule of `gpu_actors.reference.tolerance`, row by row, with the formula as the reference.
 
-    mask: of the graph, which the formula knows, too.
+    mask: the graph's mask, which the formula applies too.
     """
     wanted = expected(case)
     low = record(forward_graph(case, mask), case.arrays, step=rounder(case.dtype)).values

@@ -1,4 +1,4 @@
-"""Ten score modifications from public use: each as a graph, and as a formula in NumPy that knows nothing of graphs."""
+"""Ten score modifications from public use: each as a graph, and as a NumPy formula that shares no code with graphs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import gpu_actors as ga
 
 BATCH, HEADS, HEADS_KV, ROWS, KEYS, DIM = 2, 4, 2, 40, 56, 32
 SCALE = 0.25
-WIDTH = 8  # of an image, whose places rows and keys are
+WIDTH = 8  # of an image; rows and keys are its pixels
 Q, K, V, OUT, STATS, DOUT, FIRST = 1, 2, 3, 4, 5, 6, 20
 
 Array = Any
 
 
 class Modification(NamedTuple):
-    """build: (graph, scaled scores, tensor) to scores; tensor declares the extra array of that number.
+    """build: (graph, scaled scores, tensor) to scores; tensor(n) declares extra array n.
 
-    formula: (scaled scores, extras) to scores, in float64, -inf where hidden. extras: of a generator, by number.
+    formula: (scaled scores, extras) to scores, in float64, -inf where hidden. extras: draws the extra arrays.
     """
 
     build: Callable[[ga.OperationGraph, ga.GraphTensor, Callable[[int], ga.GraphTensor]], ga.GraphTensor]
@@ -101,7 +101,7 @@ def documents(rng):
     return [ids[0].reshape(BATCH, 1, ROWS, 1), ids[1].reshape(BATCH, 1, 1, KEYS)]
 
 
-# Prefix LM (Raffel et al., section 3.2.1): all see the prefix, whose length is the sequence's own
+# Prefix LM (Raffel et al., section 3.2.1): all rows see the prefix, whose length each sequence has
 
 
 def prefix_graph(g, s, tensor):

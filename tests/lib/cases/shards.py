@@ -1,7 +1,7 @@
-"""Requests over several workers, whatever their channel is: checks that take a pool and compare with one context.
+"""Requests over several workers, with any channel: checks that take a pool and compare with one context.
 
-What shows that several workers equal one context, by feature. "Channels" is test_over_each_channel.py, over threads,
-child processes and, in tests/on_ray, Ray actors; its sweep runs all of it on the emulated device.
+The tests that show, by feature, that several workers equal one context. "Channels" is test_over_each_channel.py, over
+threads, child processes and, in tests/on_ray, Ray actors; its sweep runs all of it on the emulated device.
 
     causal decode and chunks, any interleave   test_sharded_cache, "plain"; channels
     causal prefill by blocks                   test_context_split, "causal"; channels
@@ -133,12 +133,12 @@ CONTEXT: dict[str, dict[str, Any]] = {
         "q_positions": np.array([[30, 2], [4, 1]], np.int32), "k_positions": np.array([[1, 3], [0, 2]], np.int32),
     },
 }  # fmt: skip
-# What the whole is allowed to differ by: the order of float32 sums, and one more rounding of each block's gradients.
+# How far results may differ: by the order of float32 sums, and by one more rounding of each block's gradients.
 _FAR = {"float32": 2e-6, "float64": 1e-13, "float16": 2.0**-9, "bfloat16": 2.0**-6}
 
 
 def close(found: Any, wanted: Any, name: str = "") -> None:
-    """Equal but for roundings. Both None where one is."""
+    """Check that both are None, or equal but for rounding."""
     assert (found is None) == (wanted is None), name
     if wanted is None:
         return
@@ -152,7 +152,7 @@ def close(found: Any, wanted: Any, name: str = "") -> None:
 
 
 async def check_context_split(pool: ContextPool, ctx: ga.GpuContext, name: str, parts: int) -> None:
-    """A forward request and its gradients, split by rows, are those of one context."""
+    """A forward request and its gradients, split by rows, equal those of one context."""
     given = CONTEXT[name]
     whole = await ctx.flash_attn.submit(ga.FlashForward(**given, return_lse=True))
     found = await context_split(pool, ga.FlashForward(**given, return_lse=True), parts=parts)
@@ -177,7 +177,7 @@ async def check_heads(
 ) -> None:
     """A forward request and its gradients, split by heads, have the bits of one context's.
 
-    lse_bits: whether its LSE has, which another kernel computes where heads are counted from an offset.
+    lse_bits: whether the LSE has them too. With an offset of heads, another kernel computes it.
     """
     given = {**CONTEXT[name], "dropout_p": 0.3, "dropout_seed": 4}
     whole = await ctx.flash_attn.submit(ga.FlashForward(**given, return_lse=True))
@@ -198,7 +198,7 @@ async def check_heads(
 async def check_sharded_cache(
     pool: ContextPool, ctx: ga.GpuContext, dtype: str = "float32", dims: tuple[int, int] = (DIM, DIM_V)
 ) -> None:
-    """Chunks and single rows over keys in short runs, with a window and first keys, are those of one cache."""
+    """Chunks and single rows over keys in short runs, with a window and first keys, equal those of one cache."""
     spec: dict[str, Any] = {
         "num_blocks": 16, "page_size": 8, "kv_heads": KV_HEADS, "head_dim": dims[0], "head_dim_v": dims[1],
         "dtype": dtype,
@@ -216,7 +216,7 @@ async def check_sharded_cache(
 
 
 async def check_shard_rows(pool: ContextPool, ctx: ga.GpuContext, dims: tuple[int, int] = (DIM, DIM_V)) -> None:
-    """Rotated rows of an fp8 cache, and trees among them and among cached rows, are those of one cache."""
+    """Rotated rows of an fp8 cache, and trees among them and among cached rows, equal those of one cache."""
     spec: dict[str, Any] = {
         "num_blocks": 16, "page_size": 8, "kv_heads": KV_HEADS, "head_dim": dims[0], "head_dim_v": dims[1],
         "dtype": "float8_e4m3fn", "k_descale": np.array([0.02, 0.7], np.float32),
@@ -242,7 +242,7 @@ async def check_shard_rows(pool: ContextPool, ctx: ga.GpuContext, dims: tuple[in
 async def check_move(
     pool: ContextPool, ctx: ga.GpuContext, dtype: str = "bfloat16", dims: tuple[int, int] = (DIM, DIM_V)
 ) -> None:
-    """A sequence that is prefilled at one worker and moved to another goes on with the bits of one that stayed."""
+    """A sequence that is prefilled at one worker and moved to another has the bits of one that stayed."""
     spec: dict[str, Any] = {
         "num_blocks": 16, "page_size": 8, "kv_heads": KV_HEADS, "head_dim": dims[0], "head_dim_v": dims[1],
         "dtype": dtype,
@@ -261,7 +261,7 @@ async def check_move(
         found = await cache.attend(new["q"], [moved], k=new["k"], v=new["v"], expect_length=[21])
         wanted = await own.attend(new["q"], [mine], k=new["k"], v=new["v"])
         np.testing.assert_array_equal(found.out, wanted.out)
-        twin = await cache.create(prompt)  # which goes where the pages of its beginning are
+        twin = await cache.create(prompt)  # at the worker that has the pages of its beginning
         assert twin.cached == 16
         for one in (moved, twin):
             await cache.free(one)
@@ -269,12 +269,12 @@ async def check_move(
 
 
 async def check_move_of_layers(pool: ContextPool, ctx: ga.GpuContext) -> None:
-    """The same of a sequence in layers that differ, two of which have given pages back."""
+    """The same for a sequence in layers that differ, two of which have freed pages."""
     local = dataclasses.replace(WIDE, window=9, slack=3, num_blocks=12)
     layers = [WIDE, local, LATENT, local, FP8]
     spec: dict[str, Any] = {"num_blocks": 16, "page_size": 8, "dtype": "bfloat16", "layers": layers}
     rows = LayerRows(layers, "bfloat16")
-    # The local layers keep the pages from (length - 1 - 9 - 3) // 8 on. What goes on behind row 40 needs page 3.
+    # The local layers keep the pages from (length - 1 - 9 - 3) // 8 on. A twin that continues at row 40 needs page 3.
     for length, kept in ((41, 3), (45, 4)):
         prompt = list(range(length))
         async with ctx.kv_cache(**spec) as own, pool.kv_cache(**spec) as cache:
@@ -301,7 +301,7 @@ async def check_move_of_layers(pool: ContextPool, ctx: ga.GpuContext) -> None:
             with pytest.raises(ga.InvalidRequest, match="at least 42"):
                 await cache.truncate(moved, 41)
             await cache.truncate(moved, 43)
-            twin = await cache.create(prompt)  # which goes where all pages are that it needs
+            twin = await cache.create(prompt)  # at the worker that has all pages that it needs
             assert (twin.worker, twin.cached) == ((moved if kept == 3 else seq).worker, 40)
             for one in (moved, twin):
                 await cache.free(one)
@@ -309,7 +309,7 @@ async def check_move_of_layers(pool: ContextPool, ctx: ga.GpuContext) -> None:
 
 
 async def held(cache: Any, sequences: int) -> None:
-    """All workers of a pooled cache together have so many sequences, once what has been asked for took effect."""
+    """Wait until all workers of a pooled cache together have so many sequences, and with none no used page."""
 
     def counts() -> tuple[int, ...]:
         return tuple(stats.sequences for stats in cache.stats().values())

@@ -1,9 +1,8 @@
-"""Problems in which all scores are the same and large, which show what a kernel's correction for the maximum loses.
+"""Problems whose scores are all equal and large, which show the error of a kernel's correction for the maximum.
 
-Where the maximum stays, what was summed before is multiplied by 1. A factor of 1 + e instead, once a tile of keys, does
-not show in the output, whose numerator and denominator share it, but is an error of tiles * e / 2 in the LSE. A product
-fused into the correction's exponent makes e what the rounded product has lost: up to 4e-5 of scores near 1000. For
-tests.
+If the maximum stays, earlier sums are multiplied by 1. A factor of 1 + e instead, once a tile of keys, does not show in
+the output, whose numerator and denominator share it, but is an error of tiles * e / 2 in the LSE. If a product is fused
+into the correction's exponent, e is the product's rounding error: up to 4e-5 for scores near 1000. For tests.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from gpu_actors.testing import check_output
 
 __all__ = ["check_steady", "check_steady_decode", "steady"]
 
-KEYS = 16_384  # 85 tiles of the largest, so that the error is above the tolerance of the LSE by half and more
+KEYS = 16_384  # 85 of the largest tiles, so that the error is at least 1.5 times the tolerance of the LSE
 _LOG2_E = np.float32(1.4426950408889634)
 
 
 def steady(rows: int, keys: int, head_dim: int, dtype: str) -> tuple[Any, Any, Any]:
-    """q, k, v of a sequence and head, (1, rows or keys, 1, head_dim), whose scores are the same for a scale of 1.
+    """q, k, v of a sequence and head, (1, rows or keys, 1, head_dim), whose scores are equal for a scale of 1.
 
-    Of the scores near 1000 that take few bits, the one whose product with log2(e) is rounded most.
+    The score is that of a few bits near 1000 whose product with log2(e) is rounded most.
     """
     scores = np.arange(960, 1017, 8, dtype=np.float32)
     lost = np.abs((scores * _LOG2_E).astype(np.float64) - scores.astype(np.float64) * np.float64(_LOG2_E))
@@ -56,7 +55,7 @@ def check_steady(
 
 
 def check_steady_decode(*, fused: bool | Literal["random"] = True, **launch: Any) -> None:
-    """Compare decode_mma with the oracle, by a block that has all keys."""
+    """Compare decode_mma with the oracle, with all keys in one block."""
     q, k, v = steady(1, KEYS, 64, "float16")
     options = {"softmax_scale": 1.0, "num_splits": 1}
     with fused_products(fused):
