@@ -27,7 +27,7 @@ PROBLEM = AppendProblem(
     num_blocks=4,
     max_blocks=2,
 )
-REGISTERS = 102  # that leave five blocks of 128 threads on a multiprocessor
+REGISTERS = 102  # with which five blocks of 128 threads fit on a multiprocessor
 WIDE = {"loads of 16 bytes": r"\bLDG\.E\.\S*128\b", "stores of 16 bytes": r"\bSTG\.E\.128\b"}
 
 ROPES = {

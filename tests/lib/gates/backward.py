@@ -1,7 +1,7 @@
 """The rows of backward_mma and of the kernels before and after it.
 
-Beside what every row has: the products of the tile, shared memory, and at head dim 128 a step that takes no more
-instructions and loads of operands than FlashAttention-2's.
+Besides the limits of every row: the products of the tile, shared memory, and at head dim 128 a step of about as many
+instructions as FlashAttention-2's and no more loads of operands.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpu_actors import DispatchKey, KernelSource
 
 __all__ = ["BACKWARD"]
 
-# FlashAttention-2's kernel for sm_80 has 1,003 and 144 at head dim 128, as in torch 2.14's wheel.
+# FlashAttention-2's kernel for sm_80 in torch 2.14's wheel has 1,003 and 144 at head dim 128.
 STEP_LIMITS = {"instructions a step": at_most(1010), "loads of operands a step": at_most(144)}
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -34,12 +34,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "alibi": {"causal": True, "alibi": "heads", "deterministic": True},
 }
 FEW = ("dropout", "bias")
-# Architectures with shared memory and reductions of their own; what the others compile is nearly the same.
+# Architectures that differ in shared memory and reductions; the others' code is nearly the same.
 MAIN_ARCHS = ("sm_80", "sm_86", "sm_90a")
 
 
 def options_of(arch: str, shape: Shape) -> tuple[str, ...]:
-    """Every option with the usual head dims, a few with the others, one on the lesser architectures."""
+    """Every option with the usual head dims, a few with the others, one on the other architectures."""
     usual = shape in MMA_SHAPES[:2]
     if arch not in MAIN_ARCHS:
         return ("causal",) if usual else ()
@@ -54,7 +54,7 @@ def key_of_variant(variant: MmaVariant) -> DispatchKey:
 
 
 def unrolled(steps: int, by: int) -> int:
-    """How many bodies a loop of so many steps has: those side by side, and a remainder."""
+    """How many bodies a loop of so many steps has: the unrolled ones and a remainder."""
     return steps if steps <= by else by + steps % by
 
 
@@ -70,7 +70,7 @@ def column_pairs(chunk: int, dim: int, warps: int) -> int:
 
 
 def products(source: KernelSource) -> tuple[int, int]:
-    """(fewest, most) HMMA of the code: one loop over tiles, for those with a mask and for those without one."""
+    """(fewest, most) HMMA of the code. One loop serves tiles with a mask and without."""
     macros, number = source.macros, numbers_of(source)
     itemsize = 4 if macros["ELEMENT"] == "float" else 2
     m, n, warps = number["BLOCK_M"], number["BLOCK_N"], number["WARPS"]
@@ -87,7 +87,7 @@ def products(source: KernelSource) -> tuple[int, int]:
     limit = 64 if not wide else 32 if roomy else 16
     block = min(queries, limit)
     paired = key_rows == 2
-    # Of a product over columns 4 steps are side by side where there is room, over queries all, over keys 2 or 4.
+    # A product over columns is unrolled by 4 steps if registers allow, over queries by all, over keys by 2 or 4.
     bodies = [unrolled(-(-dim * itemsize // 32), 4) if paired and roomy else 1 for dim in dims]
     by = 2 if not paired or ("VARLEN" in number and number["REDUCE_WIDTH"] == 4) else 4
     scores = key_rows * block // 8 * sum(bodies)
@@ -108,7 +108,7 @@ def products(source: KernelSource) -> tuple[int, int]:
 def plan(variant: MmaVariant) -> Plan:
     key = key_of_variant(variant)
     source, tile = kernel_source(key), tile_of(key)
-    # A step and warp without a mask, where the scale stands alone between product and weight.
+    # Limits of a step and warp without a mask, with the scale alone between product and weight.
     limited = key.head_dim == key.head_dim_v == 128 and tile.block_m == 64 and key.mask == "full" and key.scale_only
 
     def read(code: Code) -> dict[str, float]:
@@ -135,7 +135,7 @@ def plan(variant: MmaVariant) -> Plan:
 
 
 def companion_rows(name: str) -> tuple[Row, ...]:
-    """Of a kernel before or after it."""
+    """The rows of a kernel that runs before or after backward_mma."""
 
     def own_plan(variant: MmaVariant) -> Plan:
         return plain_plan(dataclasses.replace(key_of_variant(variant), kernel=name), name)

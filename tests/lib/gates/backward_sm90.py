@@ -1,17 +1,17 @@
 """The rows of backward_sm90 and of the kernels before and after it.
 
-Beside what every row has:
+Besides the limits of every row:
 
 - as many products (HGMMA) in a step of the main loop as the tile has;
-- the exponentials of a step between the wait for S and the first product of dV, while the tensor cores multiply dP,
-  where the scale stands alone between product and weight: with options dP is multiplied later, for registers are short;
-- with the scale alone, no more than four moves from vector to uniform registers;
+- with the scale alone between product and weight, all exponentials of a step between the wait for S and the first
+  product of dV, while the tensor cores multiply dP (with options, dP is multiplied later, because registers are short);
+- with the scale alone, at most four moves from vector to uniform registers;
 - with the scale alone at head dim 128, at most 520 instructions a step and warp, which take at most 45% of the issue
-  slots while the tensor cores multiply; and where dQ is not sent, at most 110% of these clocks of shared memory.
+  slots while the tensor cores multiply; if dQ is not sent, shared memory takes at most 110% of the same clocks.
 
-Instructions are of a step without a mask, and what masks add. Slots are instructions times two, because two warps share
-a scheduler, over the clocks of the step's products. Shared memory's time is a count: the bytes that products read, that
-arrive by TMA, and that dS, dQ and the statistics take, at 128 bytes a clock, over the same clocks.
+Instructions are counted for a step without a mask; those of masks are counted apart. Slots are instructions times two,
+because two warps share a scheduler, over the clocks of the step's products. Shared memory's time is computed: the bytes
+that products read, that arrive by TMA, and that dS, dQ and statistics take, at 128 bytes a clock, over these clocks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KERNEL = "backward_sm90"
 
 PRODUCTS_A_CLOCK = 2048  # of a multiprocessor: 512 dense 16-bit multiply-adds on each of four tensor cores
 CONSUMER_WARPS = 8
-INSTRUCTIONS = 520  # of a step without a mask, where only the scale stands between product and score
+INSTRUCTIONS = 520  # of a step without a mask, with only the scale between product and score
 ISSUE = 0.45  # of the issue slots while the tensor cores multiply: two warps share a scheduler
 SHARED_TIME = 1.10  # of the clocks of the products
 MOVES = 4  # from vector to uniform registers
@@ -92,7 +92,7 @@ def variants() -> list[WgmmaVariant]:
 
 
 class Work(NamedTuple):
-    """What a step of the main loop has to do."""
+    """The work of a step of the main loop."""
 
     variant: WgmmaVariant
     number: dict[str, int]
@@ -103,17 +103,17 @@ class Work(NamedTuple):
 
     @property
     def dims(self) -> tuple[int, int]:
-        """Columns of Q and K, and of V and dO, as they are multiplied."""
+        """Columns of Q and K, and of V and dO, with padding."""
         return padded_backward_dims(self.tile, self.variant.dim, self.variant.dim_v)
 
     @property
     def plain(self) -> bool:
-        """Whether the scale stands alone between product and weight."""
+        """Whether only the scale is between product and weight."""
         return self.variant.option in PLAIN
 
     @property
     def pieces(self) -> int:
-        """Of dQ's columns, which a consumer multiplies one after the other."""
+        """How many pieces of dQ's columns a consumer multiplies, one after the other."""
         if not shares_keys(self.tile):
             return 1
         if not self.plain:
@@ -144,11 +144,11 @@ class Work(NamedTuple):
 
     @property
     def shared_clocks(self) -> float:
-        """Bytes that a step moves into and out of shared memory, over what that can move in a clock.
+        """Bytes that a step moves into and out of shared memory, over the bytes that it can move in a clock.
 
-        A product reads A (64 rows, where it is in shared memory) and B (its columns) of 32 bytes a step of its sum, in
-        each consumer. Beside them: Q, dO and statistics arrive; dS is written, and P where keys are shared; dQ leaves
-        registers, and where it is sent is read again; each warp loads the statistics of the rows of its scores.
+        In each consumer, a step of a product's sum reads 32 bytes of each row of A (64, if it is in shared memory) and
+        of each column of B. Besides: Q, dO and statistics arrive; dS is written, and P if keys are shared; dQ leaves
+        registers, and is read again if it is sent; each warp loads the statistics of its scores' rows.
         """
         (m, n), (dim, dim_v) = self.tile[:2], self.dims
         consumers = CONSUMER_WARPS // 4
@@ -167,9 +167,9 @@ class Work(NamedTuple):
 
 
 def not_beside(step: list[str]) -> int:
-    """How many exponentials do not stand between the waits for S and for dP, before the first product of dV.
+    """How many exponentials are not between the wait for S and the first product of dV, which the wait for dP follows.
 
-    Beside the exponentials the tensor cores multiply dP, beside the differences from delta dV.
+    The tensor cores multiply dP beside the exponentials, and dV beside the differences from delta.
     """
     waits = [n for n, text in enumerate(step) if "DEPBAR.LE gsb0" in text]
     exponents = [n for n, text in enumerate(step) if "MUFU.EX2" in text]
@@ -209,7 +209,7 @@ def plan(variant: WgmmaVariant) -> Plan:
 
 
 def companion_rows(name: str) -> tuple[Row, ...]:
-    """Of a kernel before or after it."""
+    """The rows of a kernel that runs before or after backward_sm90."""
 
     def own_plan(variant: WgmmaVariant) -> Plan:
         key = key_of(problem_of(variant), ARCH, KERNEL)

@@ -1,7 +1,8 @@
 """The rows of decode_mma, its plan and its merge, of decode_simple and its merge, and of the kernels of a cascade.
 
-Beside what every row has: as many blocks on a multiprocessor as the tile counts on, and of decode_mma the products of
-the tile, asynchronous copies of 16 bytes and no smaller ones, and the softmax's corrections computed from differences.
+Besides the limits of every row: as many blocks on a multiprocessor as the tile needs, and for decode_mma the products
+of the tile, asynchronous copies of 16 bytes and no smaller ones, and softmax corrections computed from differences.
+Rows of a cascade have no further limits.
 """
 
 from __future__ import annotations
@@ -81,7 +82,6 @@ SHAPES = (
     (FP8, FP8, 256, 256),
     ("float8_e5m2", "float8_e5m2", 64, 64),
 )
-# Of decode_simple, with the rows of its tiles: every dtype, the widest heads, and head dims of no whole chunks.
 ALL_SCORES: dict[str, Any] = {"causal": True, "softcap": 20.0, "alibi": "batch", "bias": ("float32", False, False)}
 ALL_SCORES |= {"window_size": (9, -1), "sink_tokens": 4, "sinks": True}
 SIMPLE_OPTIONS: dict[str, dict[str, Any]] = {
@@ -90,6 +90,7 @@ SIMPLE_OPTIONS: dict[str, dict[str, Any]] = {
     "float64 scores": {**ALL_SCORES, "bias": ("float64", False, False)},
     "latent": {"latent": True, "layout": "cache", "page_size": 0},
 }
+# Of decode_simple, with the rows of its tiles: q of 16 to 64 bits, the widest heads, and head dims not in whole chunks.
 SIMPLE_SHAPES = (
     (("float32", "float32", 128, 128), (8, 32), "paged scores"),
     (("float32", "float32", 512, 512), (8, 16), "paged scores"),
@@ -118,8 +119,8 @@ class Variant(NamedTuple):
 
 
 def variants(arch: str) -> list[Variant]:
-    """Every option with the usual head dim, a few with the others, each tile of rows; the merge and the split. Of the
-    architectures between, which have the instructions of these two, the most demanding."""
+    """Every option with the usual head dim, a few with the others, each tile of rows; the merge and the split. The most
+    demanding of these on other architectures, which have the instructions of sm_80 or sm_90a."""
     simple = [Variant(arch, shape, rows, option, SIMPLE) for shape, tiles, option in SIMPLE_SHAPES for rows in tiles]
     simple += [Variant(arch, shape, tiles[0], option, SIMPLE_COMBINE) for shape, tiles, option in SIMPLE_SHAPES[:3]]
     if arch not in ("sm_80", "sm_90a"):
@@ -155,14 +156,14 @@ def key_of(variant: Variant) -> DispatchKey:
 
 
 def products(key: DispatchKey) -> set[int]:
-    """HMMA of the loop. Of the sum over head_dim two passes are unrolled; an odd one comes on top or in the loop."""
+    """HMMA of the loop. Two passes of the sum over head_dim are unrolled; an odd pass is added or is in the loop."""
     tile, narrow = decode_tile(key).tile, ELEMENTS[key.kv_dtype].fp8
     keys = tile.block_n // (tile.warps // (tile.block_m // 16))  # of a warp
     steps = 2 if narrow else 1
     passes = -(-key.head_dim // (16 * steps))
     unrolled = {passes} if passes <= 2 else {2, 2 + passes % 2}
     if passes == 5:
-        unrolled.add(passes)  # beside an odd one, ptxas may unroll the two turns that are left
+        unrolled.add(passes)  # besides the odd pass, ptxas may unroll the two turns that are left
     return {keys // 8 * count * steps + keys // 16 * (key.head_dim_v // 8) for count in unrolled}
 
 
@@ -173,8 +174,8 @@ def mma_limits(key: DispatchKey, source: KernelSource) -> dict[str, Limit]:
         "HMMA": exactly(*products(key)),
         "copies": at_least(1),
         "copies below 16 bytes": exactly(0),
-        # In the loop, a lane has a quarter of its warp's keys of two rows. The merge has a difference of bases and what
-        # rounding took off one, too.
+        # In the loop, a lane has a quarter of its warp's keys for two rows. The merge adds a difference of bases, and a
+        # fused product for the rounding error of one.
         **exponential_limits(weights=number["BLOCK_N"] // key_warps // 2 + 1, corrections=2 + 1),
     }
 
@@ -240,7 +241,7 @@ DECODE_ROWS = Family(
 
 
 class Part(NamedTuple):
-    """A kernel of one part of a cascade: what it attends to, the prefix or the tails."""
+    """A kernel of a cascade. part: what it attends to, "prefix" or "tails"."""
 
     arch: str
     kv_dtype: str
@@ -254,7 +255,7 @@ class Part(NamedTuple):
 
 
 def cascade_kernels(arch: str, dim: int, part: str) -> tuple[str, str]:
-    whole = arch == "sm_90a" and dim <= 128 and part == "prefix"  # enough rows, and head dims, for wgmma
+    whole = arch == "sm_90a" and dim <= 128 and part == "prefix"  # enough rows, and a head dim, for wgmma
     return ("decode_sm90" if whole else DECODE), COMBINE
 
 

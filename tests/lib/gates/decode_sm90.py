@@ -1,16 +1,16 @@
 """The rows of decode_sm90.
 
-Beside what every row has:
+Besides the limits of every row:
 
-- as many products (HGMMA) in a step of the main loop as the tile has, and no load beside them;
+- as many products (HGMMA) in a step of the main loop as the tile has, and no loads;
 - at least 128 KiB on their way to a multiprocessor while a stage is multiplied;
 - over 16-bit caches, with the scale alone between product and score, at most 250 instructions a step and warp;
 - at head dims that fill their boxes, at most 50% of memory's time in shared memory, or 125% over 8-bit caches, which
   are widened there.
 
-Instructions are of a step without a mask, and what masks add. Shared memory's time is a count: the bytes that arrive by
-TMA, that are widened, and that each warpgroup's products read, at 128 bytes a clock, over the time in which an H200's
-memory brings the same keys (4.8 TB/s).
+Instructions are counted for a step without a mask; those of masks are counted apart. Shared memory's time is computed:
+the bytes that arrive by TMA, that are widened, and that each warpgroup's products read, at 128 bytes a clock, over the
+time in which an H200's memory (4.8 TB/s) delivers the same keys.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from benchmarks.model import MACHINES
 __all__ = ["DECODE_SM90"]
 
 H200 = MACHINES[ARCH]
-INSTRUCTIONS = 250  # of a step without a mask, where only the scale stands between product and score
-SHARED_TIME, SHARED_TIME_WIDENED = 0.5, 1.25  # of the time that memory takes: 16-bit caches, and 8-bit ones
-IN_FLIGHT = 128 << 10  # bytes that are on their way while a stage is multiplied
+INSTRUCTIONS = 250  # of a step without a mask, with only the scale between product and score
+SHARED_TIME, SHARED_TIME_WIDENED = 0.5, 1.25  # of memory's time: for 16-bit caches, and for 8-bit ones
+IN_FLIGHT = 128 << 10  # bytes on their way while a stage is multiplied
 FLIGHT, STEP, TIME = "bytes in flight", "instructions a step", "shared memory's time"
 LOADS = ("LDSM", "LDS", "LDG")
 
@@ -102,8 +102,8 @@ def plan(variant: Variant) -> Plan:
 
     dims = tuple(padded_head_dim(dim, variant.kv_dtype) for dim in (variant.dim, variant.dim_v))
     stage = number["BLOCK_N"] * sum(dims) * (1 if widened else 2)  # bytes of keys and values as they arrive
-    # A stage arrives, and each consumer reads it. 8 bits are read once more, and what they are widened to is twice as
-    # long.
+    # A stage arrives, and each consumer reads it. A stage of 8 bits is read once more, written at twice the size, and
+    # each consumer reads that.
     consumers, columns = number["BLOCK_M"] // 64, variant.dim + variant.dim_v
     memory = stage * columns / sum(dims) * H200.multiprocessors * H200.clock / H200.bandwidth
     moved = 2 + 2 * (1 + consumers) if widened else 1 + consumers

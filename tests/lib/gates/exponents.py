@@ -1,4 +1,4 @@
-"""Which instructions compute what the softmax's exponentials are taken of, in machine code."""
+"""Finds in machine code which instructions compute the operands of the softmax's exponentials."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _FUSED, _DIFFERENCES = "exponentials of fused products", "exponentials of differ
 
 
 def exponential_limits(weights: int, corrections: int) -> dict[str, Limit]:
-    """weights: how many are of a score times a factor less the base, which is one fused operation.
+    """weights: the exponentials of a score times a factor minus the base, one fused operation.
 
-    corrections: how many are of a difference of two bases, at the least. These are rounded numbers, and a correction is
-    1 where they are the same: of a fused product, it would be 2^(what rounding took off).
+    corrections: the fewest exponentials of a difference of two bases. Bases are rounded, so a correction is 1 if they
+    are equal. With a fused product it would be 2^(the rounding error).
     """
     return {_FUSED: exactly(weights), _DIFFERENCES: at_least(corrections)}
 

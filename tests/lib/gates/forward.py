@@ -1,8 +1,8 @@
 """The rows of forward_mma and forward_wide, which multiply with mma.sync.
 
-Beside what every row has: the products of the tile, shared memory for as many blocks as the tile counts on, and the
-softmax's corrections computed from differences (FADD), never from fused products (FFMA), so that they are 1 where a
-maximum stays.
+Besides the limits of every row: the products of the tile, shared memory for as many blocks as the tile needs, and
+softmax corrections computed from differences (FADD), never from fused products (FFMA), so that they are 1 if a maximum
+stays.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MMA_SHAPES: tuple[Shape, ...] = (
     ("float32", "bf16", 128, 128),
     ("float32", "tf32", 256, 256),
 )
-# Every row of the tile table, unequal dims, halves that are not alike.
+# Every row of the tile table, unequal dims, unequal halves.
 WIDE_SHAPES: tuple[Shape, ...] = (
     ("bfloat16", None, 512, 512),
     ("float16", None, 512, 256),
@@ -115,8 +115,8 @@ def mma_plan(variant: MmaVariant) -> Plan:
         {
             SHARED: at_most(shared_mem_limit(capability(variant.arch))),
             "HMMA": exactly(mma_products(source)),
-            # In both loops, a lane has a quarter of the keys of two rows of each 16. What rounding took off bases
-            # follows.
+            # In each of two loops, a lane has a quarter of the keys for two of 16 rows. The rounding errors of bases
+            # add a fused product a row.
             **exponential_limits(weights=row_blocks * (number["BLOCK_N"] + 2), corrections=4 * row_blocks),
         },
         {"blocks": blocks, SHARED: blocks * number["SHARED_BYTES"]},
@@ -152,15 +152,15 @@ FORWARD = Family(
 def wide_products(source: KernelSource, arch: str) -> int:
     """HMMA of a warp: the sum over its half of head_dim is unrolled by two pairs of chunks.
 
-    Of an odd number of pairs, code for sm_100 and later has the first one before the loop, once more in the text and as
-    often in the run; code for others leaves the loop in its middle.
+    If the number of pairs is odd, code for sm_100 and later has the first pair in front of the loop too, and other code
+    leaves the loop in its middle. Both run the same number of products.
     """
     number = numbers_of(source)
     half_v = -(-number["HEAD_DIM_V"] // 64) * 4  # blocks of 8 columns
     if number["HEAD_DIM_V"] % 64:
-        half_v -= max(0, 4 - number["HEAD_DIM_V"] % 64 // 8)  # which exist for neither warp
+        half_v -= max(0, 4 - number["HEAD_DIM_V"] % 64 // 8)  # blocks that neither warp has
     groups, rest = divmod(number["HEAD_DIM"], 64)
-    pairs = 2 * groups + min(2, -(-rest // 16))  # of chunks, that exist in the first warp's half
+    pairs = 2 * groups + min(2, -(-rest // 16))  # of chunks, in the first warp's half
     unrolled = 2 + (pairs % 2 if capability(arch) >= 100 else 0)
     return number["BLOCK_N"] // 8 * unrolled + number["BLOCK_N"] // 16 * half_v
 

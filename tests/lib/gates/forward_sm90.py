@@ -1,27 +1,26 @@
 """The rows of forward_sm90, by NVRTC and by nvcc.
 
-Beside what every row has:
+Besides the limits of every row:
 
-- as many products (HGMMA, QGMMA of 8 bits) as the tile has, once in the loop and once outside it;
-- every special function of a loop between the waits for S and for O, where the tensor cores still multiply; a score
-  modification may compute what follows from rows and keys alone before them. Or, of 8 bits at head dim 64 with three
-  consumers, with 256 keys a tile and above head dim 128, after all waits, beside other consumers' products only: there
-  registers hold the scores of a tile or its sums and not both, and the instructions of an iteration are no more than
-  the clocks of those products;
-- no more moves from vector to uniform registers in a loop than four by NVRTC, sixteen by nvcc; four more with a score
-  modification, whose divisions by numbers move their reciprocals, and eight more with dropout, as Philox multiplies by
-  constants that lie in uniform registers;
-- where some tiles need a mask, a branch that passes it by in the others;
-- the softmax's corrections computed from differences (FADD), never from fused products (FFMA), so that they are 1 where
-  a maximum stays;
-- where nothing but the scale stands between product and score, instructions of an iteration without a mask that take at
-  most 60% of the issue slots while the tensor cores are busy: instructions times two over the products' clocks. With
-  three consumers, at head dim 64, three warps share a scheduler, so that the true share is half as much again.
-  8-bit products take half the clocks, and their softmax as many instructions as ever: there at most 110%, which says
-  that the softmax is what they wait for.
+- as many products (HGMMA, for 8 bits QGMMA) as the tile has, once in the loop and once outside it;
+- every special function of a loop between the waits for S and for O, while the tensor cores still multiply; a score
+  modification may compute what depends on rows and keys alone before these waits. With 8 bits and three consumers (head
+  dim 64), 256 keys a tile or a head dim above 128, registers hold a tile's scores or its sums, not both. There special
+  functions may be after all waits, beside other consumers' products only; with only the scale between product and
+  score, the instructions of an iteration are then at most the clocks of those products;
+- at most four moves from vector to uniform registers in a loop by NVRTC, sixteen by nvcc; four more with a score
+  modification, whose divisions by numbers move their reciprocals, and eight more with dropout, because Philox
+  multiplies by constants in uniform registers;
+- if some tiles need a mask, a branch that skips it in the others;
+- softmax corrections computed from differences (FADD), never from fused products (FFMA), so that they are 1 if a
+  maximum stays;
+- with only the scale between product and score, an iteration without a mask that takes at most 60% of the issue slots
+  while the tensor cores are busy: instructions times two over the products' clocks. With three consumers (head dim 64),
+  three warps share a scheduler, so the true share is 1.5 times as large. 8-bit products take half the clocks, but
+  their softmax takes as many instructions: there the limit is 110%, and products wait for the softmax.
 
 Registers are those at launch; setmaxnreg then gives the producer 24 and consumers 240 of them, or 32 and 160 with three
-consumers. Instructions are of an iteration without a mask.
+consumers. Instructions are those of an iteration without a mask.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ __all__ = ["FORWARD_SM90"]
 KERNEL = "forward_sm90"
 
 FLOPS_A_CLOCK = 4096  # of a multiprocessor: 512 dense 16-bit multiply-adds on each of four tensor cores
-# Of issue slots that an iteration without a mask may take while the tensor cores multiply: its instructions, twice (two
-# warps share a scheduler), as a share of the products' clocks.
+# The share of issue slots that an iteration without a mask may take while the tensor cores multiply: twice its
+# instructions (two warps share a scheduler) over the products' clocks.
 BUDGET = 0.60
-# 8-bit products take half the clocks, and the softmax as many instructions as ever: it is what they wait for.
+# 8-bit products take half the clocks, but the softmax as many instructions, so that products wait for it.
 BUDGET_FP8 = 1.10
-# From vector to uniform registers, in any loop. Where uniform ones run out, ptxas keeps a few descriptors in vector
+# From vector to uniform registers, in any loop. If uniform registers run out, ptxas keeps a few descriptors in vector
 # registers: none in most loops with NVRTC, whose cubins run, more with the older ptxas of nvcc 13.0.
 MOVES = {"NVRTC": 4, "nvcc": 16}
 SECONDS = 1.0  # that a cold compile may take
@@ -117,7 +116,7 @@ SHAPES = (
 )
 FEW = ("causal", "everything")
 FEW_FP8 = ("full", "causal", "window sinks", "everything", "wide bias", "bool bias")
-# Every option with every padded head dim in bf16, a few with the rest. Above head dim 192 a bias and dropout are two.
+# Every option with every padded head dim in bf16, a few with the rest. Above head dim 192 none has a bias and dropout.
 TWO = ("everything biased", "everything dropped")
 VARIANTS = tuple(
     WgmmaVariant(*shape, option)
@@ -142,7 +141,7 @@ def source_of(variant: WgmmaVariant) -> KernelSource:
 
 
 def may_be_alone(variant: WgmmaVariant, number: dict[str, int]) -> bool:
-    """Where registers hold a tile's scores or its sums of 8-bit products, and not both."""
+    """Whether registers hold a tile's scores or its sums of 8-bit products, not both."""
     widest = max(padded_head_dim(dim, variant.dtype) for dim in (variant.dim, variant.dim_v))
     return ELEMENTS[variant.dtype].fp8 and (widest > 128 or number["WARPS"] == 16 or number["BLOCK_N"] > 128)
 
@@ -164,7 +163,7 @@ def plan(compiler: str, variant: WgmmaVariant) -> Plan:
         MASK: at_least(keys // 2 + 1) if masked else at_most(keys // 2),
         LATE: exactly(0),
         UNIFORM: at_most(moves),
-        # A thread has half of a tile's keys, in the loop and before it. What rounding took off two bases comes last.
+        # A thread has half of a tile's keys, in the loop and before it. The rounding errors of two bases come last.
         **exponential_limits(weights=keys + 2, corrections=2),
     }
     if variant.option not in ("alibi", "softcap", "everything", *DRAWS, *LOADS, *MODIFIED):
@@ -180,13 +179,13 @@ def plan(compiler: str, variant: WgmmaVariant) -> Plan:
         figures: dict[str, float] = {opcode: opcodes([text for _, text in lines])[opcode], "loops": len(loops)}
         figures |= exponentials(code.text)
         if loops:
-            loop = loops[0]  # the only one, or there is a fault
+            loop = loops[0]  # if there are more, "loops" is a fault
             figures |= {
                 "instructions": loop.instructions,
                 MASK: loop.masking,
                 SLOTS: 2 * loop.instructions / clocks,
                 "special functions": loop.count("MUFU"),
-                # What a modification computes of rows and keys alone may run before S is there.
+                # A modification may compute what depends on rows and keys alone before S is there.
                 LATE: loop.after["MUFU"] + (0 if modified else loop.before["MUFU"]),
                 UNIFORM: loop.count("R2UR"),
                 ALONE: loop.instructions if loop.alone else 0,

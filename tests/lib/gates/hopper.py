@@ -1,4 +1,4 @@
-"""What the gates of the three kernels that multiply with wgmma share."""
+"""Shared by the gates of the three kernels that multiply with wgmma."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ARCH", "REGISTERS", "SHARED_BYTES_A_CLOCK", "SHARED_LIMIT", "WgmmaVa
 ARCH = "sm_90a"
 SHARED_LIMIT = 232_448
 SHARED_BYTES_A_CLOCK = 128
-REGISTERS = {8: 255, 12: 168, 16: 128}  # by warps: what 65,536 leave for each thread at launch, in steps of 8
+REGISTERS = {8: 255, 12: 168, 16: 128}  # by warps: a thread's share of 65,536 at launch, in steps of 8, at most 255
 
 
 class WgmmaVariant(NamedTuple):

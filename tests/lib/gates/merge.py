@@ -13,7 +13,7 @@ from support.gate import ARCHS
 __all__ = ["MERGE"]
 
 REGISTERS = {"merge": 102, "merge_gradients": 128}  # five and four blocks of 128 threads on a multiprocessor
-# Of partials, of the result or its gradient, and of sinks.
+# The dtypes of partials, of the result or its gradient, and of sinks.
 MORE = (("float16", "float16", "float32"), ("float64", "float64", "float32"))
 GRADIENTS = (
     ("float32", "float32", "float32"),

@@ -1,4 +1,4 @@
-"""Judges every row of a family and writes what was found, for scripts/gate."""
+"""Judges every row of a family and writes the results, for scripts/gate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["write_page"]
 
 
 def write_page(family: Family) -> int:
-    """1 if a row has a fault or takes too long to compile, else 0."""
+    """Returns 1 if a row has a fault or takes too long to compile, else 0."""
     judged: list[tuple[Row, Found, str]] = []
     with ThreadPoolExecutor(2) as pool:  # NVRTC compiles without the interpreter's lock
         for row, found in zip(family.rows, pool.map(examine, family.rows), strict=True):
@@ -38,7 +38,7 @@ def write_page(family: Family) -> int:
 
 
 def _seconds(row: Row, found: Found, limit: float) -> float:
-    """Of processor time for a cold compile by NVRTC, the less of two where one is too long: other work only adds."""
+    """Processor time of a cold compile by NVRTC; if it is over the limit, the lesser of two: other work only adds."""
     if row.compiler != NVRTC:
         return 0.0
     if found.seconds <= limit:

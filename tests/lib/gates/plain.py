@@ -1,4 +1,4 @@
-"""The rows of forward_simple, and of the kernels of rows and keys with positions: what every row has, and no more."""
+"""The rows of forward_simple, and of kernels for rows and keys with positions. They have no further limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["FORWARD_SIMPLE", "POSITIONED"]
 
 
 class Variant(NamedTuple):
-    """Of forward_simple, which runs every dtype on every architecture wherever the dispatcher would send it."""
+    """A variant of forward_simple, whichever kernel the dispatcher would choose."""
 
     arch: str
     dtype: str

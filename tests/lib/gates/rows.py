@@ -1,7 +1,7 @@
 """What a row of the gate table is, and how it is judged.
 
-A row names a variant of a kernel. What it compiles, and how much of everything it may come to, is computed when it is
-asked for: collecting the tests must not trace graphs or pack problems for some thousand rows.
+A row names a variant of a kernel. Its source and limits are computed on demand: collecting the tests must not trace
+graphs or pack problems for some thousand rows.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ V = TypeVar("V", bound=Variant)
 
 NVCC = shutil.which("nvcc")
 NVRTC = "NVRTC"
-# The other compiler has a ptxas of its own. Its cubins never run: it is another opinion of the same sources.
+# nvcc has a ptxas of its own. Its cubins never run: it only judges the same sources.
 COMPILERS = (NVRTC, "nvcc") if NVCC else (NVRTC,)
 SHARED = "bytes of shared memory"
 
 
 class Limit(NamedTuple):
-    """What a figure may be: from the least to the most, or one of a few."""
+    """The values that a figure may have: from ``least`` to ``most``, or one of a few."""
 
     least: float = -math.inf
     most: float = math.inf
@@ -96,10 +96,10 @@ def between(least: float, most: float) -> Limit:
 
 
 class Plan(NamedTuple):
-    """What a row compiles, and what may come of it.
+    """What a row compiles, and its limits.
 
     registers: the most that a thread may have. limits: of figures, by name. given: the figures that are known before
-    anything is compiled. read: finds the others in what was compiled, and may find some that no limit is about.
+    the compile. read: finds the other figures in the compiled code, and may find some without a limit.
     """
 
     source: KernelSource
@@ -111,7 +111,7 @@ class Plan(NamedTuple):
 
 
 def plain_plan(key: Any, kernel: str) -> Plan:
-    """Of a key that must be of this kernel: what the gate holds against any kernel, and no more."""
+    """A plan with the limits of every row alone. The key must be of this kernel."""
     assert key.kernel == kernel, key
     return Plan(kernel_source(key), kernel, register_limit(block_threads(key)), {}, {}, lambda code: {})
 
@@ -150,7 +150,7 @@ def rows_of(
     sample: Sequence[V],
     compiler: str = NVRTC,
 ) -> tuple[Row, ...]:
-    """The rows of these variants. The sample is of them, where the compiler has its architecture."""
+    """The rows of these variants. The sample must be among them, if NVRTC has its architectures."""
     found = tuple(
         Row(family, each, each.arch, functools.partial(plan, each), each in sample, compiler) for each in variants
     )
@@ -159,7 +159,7 @@ def rows_of(
 
 
 class Found(NamedTuple):
-    """What became of a row. seconds: of processor time for a cold compile by NVRTC."""
+    """A row's compiled code and figures. seconds: of the compile's processor time in this thread."""
 
     plan: Plan
     code: Code
@@ -168,7 +168,7 @@ class Found(NamedTuple):
 
 
 def examine(row: Row, change: Callable[[KernelSource], KernelSource] = lambda source: source) -> Found:
-    """Compile the row's source, or what the change makes of it, and read what came of it."""
+    """Compile the row's source, changed by ``change``, and read the result."""
     plan = row.plan()
     source = change(plan.source)
     start = time.thread_time()
@@ -180,7 +180,7 @@ def examine(row: Row, change: Callable[[KernelSource], KernelSource] = lambda so
 
 
 def faults(found: Found) -> list[str]:
-    """What the gate holds against a row: all that it holds against any kernel, and figures outside their limits."""
+    """What is wrong with a row: the faults of any kernel, and figures outside their limits."""
     figures, limits = found.figures, found.plan.limits
     return code_faults(found.code, found.plan.registers) + [
         f"{name}: {figures.get(name, math.nan):.10g} instead of {limit}"
@@ -190,7 +190,7 @@ def faults(found: Found) -> list[str]:
 
 
 def _compiled(compiler: str, source: KernelSource) -> tuple[bytes, str]:
-    """The cubin, and what ptxas said."""
+    """The cubin, and ptxas's log."""
     if compiler == NVRTC:
         cubin = Compiler().compile(source)
         return cubin.data, cubin.log

@@ -1,6 +1,7 @@
 """The rows of the attention kernels with score modifications, block masks and their lists compiled in.
 
-Beside what every row has: forward_sm90 keeps lists in registers, and has all that its warps can have at launch.
+Besides the limits of every row: forward_sm90 with lists, which it keeps in registers, has all the registers that its
+warps can have at launch.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class Masked(NamedTuple):
 
 
 def masked_plan(variant: Masked) -> Plan:
-    """The lists of all heads. part: turns are those of a backward that adds in a fixed order."""
+    """Lists that all heads share. part: "turns" is a deterministic backward, which adds in a fixed order."""
     graph = OperationGraph()
     q, k, v = (graph.tensor(uid=uid, dims=(1, 2, 256, variant.dim), dtype="float16") for uid in (1, 2, 3))
     rows = {"q_num_blocks": (1, 1, 2), "q_indices": (1, 1, 2, 2)}
@@ -198,7 +199,7 @@ PACKED = rows_of(
 
 
 class Cached(NamedTuple):
-    """page_size: 0 is a cache without pages."""
+    """page_size: 0 for a cache without pages."""
 
     dim: int
     page_size: int
@@ -239,7 +240,7 @@ CACHED = rows_of(
 
 
 class Listed(NamedTuple):
-    """modified: the kind of modification beside the lists."""
+    """modified: the kind of modification besides the lists."""
 
     dim: int
     dtype: str

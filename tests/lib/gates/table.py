@@ -1,8 +1,8 @@
-"""The gate table: what ptxas may make of every variant of every kernel.
+"""The gate table: limits of the code that ptxas makes of the variants of every kernel.
 
-A row is a variant on an architecture. Nothing may be spilled, put on the stack or noted (C75xx: wgmma serialised,
-setmaxnreg ignored), no local memory touched, and registers and every figure with a limit stay within it. The first
-lines of the families' modules say what else they limit.
+A row is a variant on an architecture. Code may have no spills, no stack, no notes (C75xx: wgmma serialised, setmaxnreg
+ignored) and no access to local memory; registers and every figure with a limit must stay within it. The first lines of
+the families' modules say what else they limit.
 """
 
 from __future__ import annotations
