@@ -1,4 +1,4 @@
-"""A CudaDevice over a fake driver, with a few kernels and the steps that its tests repeat."""
+"""A CudaDevice over a fake driver, with a few kernels and what its tests share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpu_actors.errors import ContextLost
 RNG = np.random.default_rng(5)
 
 
-# Kernels: their parameter struct is JSON that says where each operand lies.
+# Kernels: their parameter struct is JSON with the address, shape, strides and dtype of each operand.
 
 
 def pack(buffers: Mapping[str, Buffer]) -> bytes:
@@ -62,7 +62,7 @@ IMAGE = Cubin(b"image", "sm_90a", tuple(KERNELS), "", {})
 
 
 class Bench:
-    """A device over a fake driver, and the few things that every test does with it."""
+    """A device over a fake driver, and the steps that its tests repeat."""
 
     def __init__(self, cuda: FakeCuda | None = None, **options: Any) -> None:
         self.cuda = cuda or FakeCuda(dict(KERNELS))
@@ -97,10 +97,10 @@ class Bench:
 
 
 def losses(stray: Callable[[], Event], sound: Callable[[], Event], probe: Callable[[], None]) -> dict[str, str]:
-    """What ContextLost says of a launch with a stray access, of one behind it, and of a launch and a probe after both.
+    """The messages of ContextLost of a launch with a stray access, the next launch, and a launch and probe after both.
 
-    A kernel runs at any time after it was enqueued, so that any later call may be the first to meet the error: the wait
-    for its own launch, the rest of that launch, or the launch behind it.
+    A kernel may run at any time after it is enqueued, so any later call may meet the error first: the rest of its own
+    launch, the wait for it, or the next launch.
     """
     messages: dict[str, str] = {}
 
@@ -125,7 +125,7 @@ def floats(*shape: int) -> np.ndarray[Any, Any]:
 
 
 def late_tensor(bench: Bench, x: np.ndarray[Any, Any]) -> DeviceTensor:
-    """A tensor that its producer's stream has yet to write."""
+    """A tensor that its producer's stream has not written yet."""
     stream = bench.cuda.new_stream()
     tensor = DeviceTensor(bench.cuda, np.zeros_like(x), stream)
 

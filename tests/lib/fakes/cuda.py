@@ -1,8 +1,8 @@
 """FakeCuda: the driver calls of a CudaDevice on the CPU, as late and as unforgiving as a GPU may be.
 
-Nothing happens until a thread waits for it (``order="late"``), or at a random moment (``order="random"``), or when the
-test says ``step()``. Freed memory is poisoned, its address never used again, and touching it later is an error that
-loses the context, as on a GPU.
+Work runs only when a thread waits or polls for it (``order="late"``), at random moments too ("random"), or when the
+test calls ``step()`` ("manual"). Freed memory is poisoned and its address is never used again. A later access is an
+error that loses the context, as on a GPU.
 
 Kernels are Python callables ``kernel(memory, params, geometry)``, loaded by name from an "image" that is just a label.
 """
@@ -42,9 +42,9 @@ INVALID_VALUE, OUT_OF_MEMORY, NOT_FOUND = 1, 2, 500
 
 
 class FakeCuda(HostApi):
-    """One device, plus what a test needs to steer it.
+    """One device, and methods with which a test steers it.
 
-    kernels: what the images hold, by entry point. calls: the name of every call made, in order.
+    kernels: the kernels in every image, by entry point. calls: the name of every call so far.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class FakeCuda(HostApi):
         self._failures.setdefault(call, deque()).extend(statuses)
 
     def fail_kernel(self, *statuses: int | GpuActorsError) -> None:
-        """Have the next kernels fail with these while they run; 0 lets one pass, an error fails one launch."""
+        """Have the next kernels fail with these while they run. 0 lets one pass; a GpuActorsError fails one launch."""
         self._execution_failures.extend(statuses)
 
     def hang(self, stream: int) -> None:
@@ -102,22 +102,22 @@ class FakeCuda(HostApi):
             pass
 
     def enqueue(self, stream: int, work: Callable[[], object]) -> None:
-        """Foreign work, such as a producer's kernel."""
+        """Enqueue foreign work, such as a producer's kernel."""
         with self._lock:
             self._enqueue(stream, Operation(work))
 
     def new_stream(self) -> int:
-        """A stream of the program's own."""
+        """A stream of the program, not of the device object."""
         return self._add(self._streams, HostQueue())
 
     def put(self, array: np.ndarray[Any, Any]) -> FakeBlock:
-        """A block of the program's own that holds the array's bytes."""
+        """A block of the program that holds the array's bytes."""
         block = self.memory.add(array.nbytes)
         self.memory.at(block.address, array.nbytes)[:] = np.frombuffer(array.tobytes(), np.uint8)
         return block
 
     def leaks(self) -> dict[str, int]:
-        """What is still held, without the program's own blocks and streams made by `put` and `new_stream`."""
+        """How many of each are still held, blocks of `put` and streams of `new_stream` included."""
         counts = {
             "blocks": sum(block.live for block in self.memory.blocks),
             "pinned": len(self._pinned),
@@ -175,7 +175,7 @@ class FakeCuda(HostApi):
         memory = self._pinned[address]
         super().free_pinned(address)
         memory[:] = POISON
-        # Kept, so that a late copy meets poison and not somebody else's memory.
+        # Kept, so that a late copy meets poison and not memory in use.
         self._freed_pinned.append(memory)
 
     @driver_call
@@ -189,7 +189,7 @@ class FakeCuda(HostApi):
             try:
                 super().synchronize_event(event)
                 if self._moment == "manual":
-                    # The thread wakes a little after the event: others get to act first.
+                    # The thread wakes a little after the event, so that others can act first.
                     self._recorded.wait(0.01)
             finally:
                 awaited.waiters -= 1
@@ -229,10 +229,10 @@ class FakeCuda(HostApi):
     def progress(self, waits: bool) -> bool:
         if waits:
             return self._moment != "manual" and self.step()
-        # Late, but a device does get on with its work while somebody polls.
+        # A device makes progress while a thread polls.
         self._polls += 1
         return self._moment == "late" and self._polls % 4 == 0 and self.step()
 
     def wake(self) -> None:
-        """Nothing runs by itself. A thread that sleeps for an event looks again."""
+        """Wake threads that sleep for an event, since no work runs by itself."""
         self._recorded.notify_all()

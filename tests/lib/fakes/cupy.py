@@ -1,4 +1,4 @@
-"""As much of CuPy as the benchmark uses, over `FakeCuda`: arrays in its memory, its streams, timing events."""
+"""The part of CuPy that the benchmark uses, over `FakeCuda`: arrays in its memory, its streams, timing events."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Pointer:
 
 
 class Array:
-    """C-contiguous, but for what is cut along the first axis."""
+    """A C-contiguous array. Indices and slices are of the first axis alone."""
 
     def __init__(self, cuda: FakeCuda, ptr: int, shape: tuple[int, ...], dtype: Any, owner: Any) -> None:
         self.data = Pointer(cuda, ptr)
@@ -67,7 +67,7 @@ class Array:
 
 
 class Runtime(types.SimpleNamespace):
-    """now: milliseconds, moved by kernels."""
+    """now: milliseconds, moved by matmul and copies."""
 
     memcpyDeviceToDevice = 3
 

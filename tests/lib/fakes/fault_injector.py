@@ -27,7 +27,7 @@ def _send(number: int) -> None:
 
 class FaultInjector(ServiceActor):
     """Takes ("echo", value), ("raise", error), ("sleep", seconds), ("until", path), ("now", way),
-    ("trap", step, way) and ("start and end",), which answers the status of a program that it has ended.
+    ("trap", step, way) and ("start and end",), which answers the exit status of a process that it terminates.
 
     For ("until", path) it creates a file "begun" beside the path and waits until the path exists.
     After ("note receivers",), ("received here",) answers whether its own thread received it.
@@ -86,7 +86,7 @@ class FailingActor(ServiceActor):
 
 
 def _inject_at(step: str, fault: Callable[[], object]) -> None:
-    """Inject the fault when the process reaches that step for the next request of flash_attn, or the next layer."""
+    """Inject the fault when the process next reaches that step of a request, of a layer or of its end."""
     from inside.isolation import PipeChannel
 
     from gpu_actors.remote import ContextWorker
@@ -152,7 +152,7 @@ def _after(owner: type, name: str, then: Callable[[], object]) -> None:
     def trapped(self: Any, sequence: int, parcel: Any) -> Any:
         answer = original(self, sequence, parcel)
         posted.append(parcel.about)
-        if parcel.about and len(posted) > 1:  # the first one is the answer to the request for this trap
+        if parcel.about and len(posted) > 1:  # the first answers the request for this trap
             then()
         return answer
 

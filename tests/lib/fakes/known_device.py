@@ -1,4 +1,4 @@
-"""A device of which is known what planning a request takes: what it is, and that no kernel is barred there."""
+"""A device with what planning a request reads: its info, and that no kernel is barred."""
 
 from types import SimpleNamespace
 from typing import Any

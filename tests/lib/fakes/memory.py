@@ -21,7 +21,7 @@ class FakeBlock:
 
 
 class FakeMemory:
-    """The device's memory: addresses that mean nothing to the host, with a gap after each block."""
+    """The device's memory: addresses that the host cannot access, with a gap after each block."""
 
     def __init__(self) -> None:
         self.blocks: list[FakeBlock] = []

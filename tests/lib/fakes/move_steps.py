@@ -1,8 +1,8 @@
-"""An actor for the process of a worker, which notes the steps of a move there, and does harm at one of them.
+"""An actor for the process of a worker, which notes the steps of a move there and injects a fault at one of them.
 
-A step is a function of the protocol by its name, and how many times it has been called since the trap was set, as
-"CacheTables.free 2". The protocol is every function of the modules that export and import pages, and the way of a
-request for the cache into the worker and of its answer out of it. A function that is new there is a step by itself.
+A step is a function of the protocol and its number of calls since the trap was set, as "CacheTables.free 2". The
+protocol is every function of the modules that export and import pages, and the way of a request for the cache into the
+worker and of its answer out of it. New functions of these modules become steps without a change here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gpu_actors.remote import ContextWorker
 
 __all__ = ["MoveSteps"]
 
-# They change nothing.
+# Functions that change nothing are no steps.
 _LOOKS = ("stats", "look", "find", "enter", "leave")
 
 
@@ -63,7 +63,7 @@ class _Steps:
         self._numbers.clear()
 
     def reached(self, name: str) -> bool:
-        """Note a step. Whether harm is to be done there."""
+        """Note a step. Returns whether the fault is set for it."""
         self._counts[name] += 1
         step = f"{name} {self._counts[name]}"
         self.noted.append(step)
@@ -131,7 +131,7 @@ class _Steps:
 
 
 def _replace(function: FunctionType, other: Any) -> None:
-    """Wherever a module of the package has the function by name."""
+    """Replace a function in every module of the package that has it."""
     for name, module in list(sys.modules.items()):
         if name.startswith("gpu_actors"):
             for each, value in list(vars(module).items()):

@@ -46,7 +46,7 @@ def return_lock(_: ga.GpuContext) -> Any:
 
 
 async def wait_until_cancelled(_: ga.GpuContext, flag: str) -> None:
-    """Wait until it is cancelled, and write that to a file."""
+    """Wait to be cancelled. A file says "waits", then "cancelled"."""
     note = Path(flag).write_text
     try:
         note("waits")

@@ -18,13 +18,13 @@ from support.structs import fields_of
 import gpu_actors as ga
 from gpu_actors.reference import attention_forward
 
-# Of a head dim that only forward_simple takes.
+# With a head dim that only forward_simple takes.
 SHAPE = (2, 24, 4, 12)
 KV_SHAPE = (2, 40, 2, 12)
 
 
 def forward_on_host(memory: FakeMemory, params: bytes, geometry: Geometry) -> None:
-    """forward_simple for bf16 of the shapes above, found through the packed parameters alone."""
+    """forward_simple for bf16 of the shapes above. It finds its operands through the packed parameters alone."""
     fields = fields_of(params, forward_layout())
     bf16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -42,9 +42,9 @@ def forward_on_host(memory: FakeMemory, params: bytes, geometry: Geometry) -> No
 @contextmanager
 def service(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[ga.GpuContext]:
     monkeypatch.setattr("gpu_actors.context.open_device", lambda spec, given: CudaDevice(0, given, api=cuda))
-    # CuPy, once NVRTC has been loaded through it, would ask the driver that is not there.
+    # CuPy, once NVRTC has been loaded through it, would call the driver, which is missing.
     monkeypatch.setattr("gpu_actors.devices.cuda.device.caller_streams", lambda index: None)
-    # What it computes is no answer to other problems than this service's.
+    # The kernel is right for the shapes above alone, so experiments would fail.
     with ga.open_context("cuda", ga.ContextOptions(**{"qualify": "off", **options})) as ctx:
         yield ctx
 

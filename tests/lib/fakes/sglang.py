@@ -1,4 +1,4 @@
-"""The parts of SGLang 0.5.23 that a backend of attention meets: its registry, a pool of keys, and what a batch says."""
+"""The parts of SGLang 0.5.23 that an attention backend uses: its registry, a pool of keys, and a batch's modes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class KVWriteLoc:
 
 
 class MHATokenToKVPool:
-    """Keys and values of a layer, (slots, heads, dim) each. The first page takes what belongs to no sequence."""
+    """Keys and values by layer, (slots, heads, dim) each. The first page takes rows that belong to no sequence."""
 
     requires_physical_write_loc = False
     kv_cache_layout = "nhd"
@@ -81,7 +81,7 @@ class MHATokenToKVPool:
 
 @dataclass
 class RadixAttention:
-    """A layer of attention. sliding_window_size: without the row's own key; -1 for none."""
+    """An attention layer. sliding_window_size: keys before the row's own; -1 for no window."""
 
     tp_q_head_num: int
     qk_head_dim: int
@@ -104,7 +104,7 @@ class RadixAttention:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """While entered, imports of SGLang meet this one."""
+    """While entered, imports of SGLang get this module."""
     here = sys.modules[__name__]
     srt = "sglang.srt"
     packages = ("sglang", srt, f"{srt}.arg_groups", f"{srt}.layers", f"{srt}.layers.attention")

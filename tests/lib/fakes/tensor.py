@@ -1,4 +1,4 @@
-"""Arrays of another library, known by DLPack alone: DeviceTensor on the fake device, HostTensor on the host."""
+"""Arrays of another library, seen through DLPack alone: DeviceTensor on the fake device, HostTensor on the host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
 class DeviceTensor:
-    """An array library's GPU array, in so far as DLPack shows it: memory, and a stream that still writes it."""
+    """Another library's GPU array, as far as DLPack shows it: memory, and a stream that may still write it."""
 
     CODES = {"float32": (2, 32), "float16": (2, 16), "bfloat16": (4, 16), "int32": (0, 32), "float8_e4m3fn": (10, 8)}
 

@@ -1,4 +1,4 @@
-"""The parts of vLLM 0.33.0 that a backend of attention meets: its abstract classes and its registry."""
+"""The parts of vLLM 0.33.0 that an attention backend uses: its abstract classes and its registry."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def register_backend(backend: AttentionBackendEnum, class_path: str) -> None:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """While entered, imports of vLLM meet this one."""
+    """While entered, imports of vLLM get this module."""
     here = sys.modules[__name__]
     names = ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends")
     made: dict[str, ModuleType] = {name: ModuleType(name) for name in names}

@@ -1,1 +1,1 @@
-"""What tests take from inside a room that is not theirs, by room. If it moves, one line here follows it."""
+"""What tests take from inside other rooms than their own, by room. If it moves, only a line here changes."""
