@@ -1,5 +1,5 @@
 """What instructions of the PTX ISA do with layouts, descriptors, tensor maps and mbarriers, in NumPy.
 
-A second reading of the ISA's text: it was written without knowledge of kernels_cu/emulation and shares nothing with it,
-so that a misreading of one shows as a difference between both (docs/testing.md). Sections are those of PTX ISA 9.0.
+This second reading of the ISA's text was written without knowledge of kernels_cu/emulation and shares nothing with it.
+A misreading of one shows as a difference between both (docs/testing.md). Sections are those of PTX ISA 9.0.
 """

@@ -25,7 +25,7 @@ Place = Callable[[int, int], tuple[int, int]]
 class Fragment:
     """A matrix (rows, columns) spread over threads, `elements` a thread in the order a0, a1, ...
 
-    lanes: threads that hold it, 32 (a warp) or 128 (a warpgroup). place: where a thread's element i lies.
+    lanes: threads that hold it, 32 (a warp) or 128 (a warpgroup). place: the position of a thread's element i.
     """
 
     rows: int
@@ -39,12 +39,12 @@ class Fragment:
         return _places(self)
 
     def taken(self, matrix: npt.NDArray[T]) -> npt.NDArray[T]:
-        """What the threads hold of `matrix` (rows, columns): shape (lanes, elements)."""
+        """The elements of `matrix` (rows, columns) that each thread holds: shape (lanes, elements)."""
         places = self.places()
         return matrix[places[..., 0], places[..., 1]]
 
     def given(self, held: npt.NDArray[T]) -> npt.NDArray[T]:
-        """The matrix (rows, columns) of which the threads hold `held` (lanes, elements)."""
+        """The matrix (rows, columns) whose elements `held` (lanes, elements) the threads hold."""
         places = self.places()
         matrix = np.zeros((self.rows, self.columns), dtype=held.dtype)
         matrix[places[..., 0], places[..., 1]] = held

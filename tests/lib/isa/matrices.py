@@ -38,7 +38,7 @@ def loaded(
 def stored(
     memory: npt.NDArray[np.uint8], addresses: npt.ArrayLike, registers: npt.NDArray[np.uint32], transposed: bool = False
 ) -> npt.NDArray[np.uint8]:
-    """`stmatrix.sync.aligned.m8n8.x{count}{.trans}.shared.b16`: the reverse of `loaded`, and memory after."""
+    """Memory after `stmatrix.sync.aligned.m8n8.x{count}{.trans}.shared.b16`, the reverse of `loaded`."""
     after = memory.copy()
     for m, starts in enumerate(_rows(addresses, registers.shape[1])):
         matrix = np.zeros((8, 8), dtype=np.uint16)

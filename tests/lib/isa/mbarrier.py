@@ -16,8 +16,8 @@ class Barrier:
     It moves through phases 0, 1, 2, ...; a phase ends when no arrival and no transaction is pending (9.7.13.15.4,
     "Phase Completion of the mbarrier object"), and the next one then expects `expected` arrivals again.
 
-    pending: arrivals still to come. transactions: its tx-count, below zero where bytes arrived before they were
-    expected. ValueError where a count leaves its range, which the ISA leaves undefined.
+    pending: arrivals still to come. transactions: its tx-count, below zero if bytes arrived before they were expected.
+    Raises ValueError if a count leaves its range, which the ISA leaves undefined.
     """
 
     expected: int
@@ -62,16 +62,16 @@ class Barrier:
     def arrive_after_copies(self, noinc: bool) -> None:
         """`cp.async.mbarrier.arrive{.noinc}` once the thread's prior `cp.async` are done (9.7.13.15.15).
 
-        Without `.noinc` the pending count first grows by 1, so the arrival changes nothing on the whole.
+        Without `.noinc` the pending count first grows by 1, so the arrival changes nothing in total.
         """
         if not noinc:
             self.pending += 1
         self.arrive()
 
     def passes(self, parity: int) -> bool:
-        """What `mbarrier.test_wait.parity` and a `try_wait.parity` that does not time out give (9.7.13.15.16).
+        """The result of `mbarrier.test_wait.parity`, and of a `try_wait.parity` that does not time out (9.7.13.15.16).
 
-        The parity names the current phase, which is not complete, or the one just before it, which is. Before phase 0
-        lies an odd one.
+        The parity names the current phase, which is not complete, or the one just before it, which is. The phase before
+        phase 0 is odd.
         """
         return self.phase % 2 != parity

@@ -1,10 +1,10 @@
-"""Sums of floating-point products as tensor cores make them.
+"""Sums of floating-point products as tensor cores compute them.
 
-NVIDIA does not document this. The model is the one that was measured bit for bit on the hardware (Xie et al.,
-"MMA-Sim: Bit-Accurate Reference Model of Tensor Cores and Matrix Cores", arXiv 2511.10909): the 32 products and the
-accumulator are aligned to the largest exponent among them, each is cut to 13 fraction bits there, the sum of these is
-exact, and the result is cut to 13 fraction bits (E8M13). Those are Hopper's sums of 8-bit products. Sums of 16-bit and
-tf32 products are alike, with 24 (Ampere) or 25 (Hopper) fraction bits a term and the 23 of a float in the result.
+NVIDIA does not document this. The model was measured bit for bit on the hardware (Xie et al., "MMA-Sim: Bit-Accurate
+Reference Model of Tensor Cores and Matrix Cores", arXiv 2511.10909). In Hopper's sums of 8-bit products, the 32
+products and the accumulator are aligned to the largest exponent among them, each is cut to 13 fraction bits there, the
+sum of these is exact, and the result is cut to 13 fraction bits (E8M13). Sums of 16-bit and tf32 products are alike,
+with 24 (Ampere) or 25 (Hopper) fraction bits a term and the 23 of a float in the result.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy.typing as npt
 from isa import formats
 
 FRACTION_BITS: Final = 13
-"""Of 8-bit products: bits below the largest exponent that a term keeps, and fraction bits of the result."""
+"""For 8-bit products: bits below the largest exponent that a term keeps, and fraction bits of the result."""
 
 ZERO_EXPONENT: Final = -133
-"""Exponent that a term of value zero takes part with."""
+"""The exponent of a term of value zero."""
 
 
 def _split(
@@ -52,7 +52,7 @@ def cut_off(
     result_bits: int,
     b_form: formats.Format | None = None,
 ) -> npt.NDArray[np.float32]:
-    """c + a b^T for the products that are one sum.
+    """c + a b^T, each element one sum.
 
     A product's exponent is the sum of its factors' exponents: it is not normalised again, so its significand lies
     below 4. Finite values only.

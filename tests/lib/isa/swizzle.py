@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 CELL: Final = 16
-"""Bytes that stay together: the swizzle atomicity of all modes below."""
+"""Bytes that a swizzle keeps together: the swizzle atomicity of all modes below."""
 
 LINE: Final = 128
 """Bytes in one row of a table."""
@@ -51,7 +51,7 @@ def period(mode: int) -> int:
 
 
 def swizzled(addresses: npt.ArrayLike, mode: int, base_offset: int = 0) -> npt.NDArray[np.int64]:
-    """Where the bytes that an unswizzled layout puts at `addresses` lie (PTX ISA 5.5.7).
+    """The addresses of the bytes that an unswizzled layout puts at `addresses` (PTX ISA 5.5.7).
 
     The pattern is anchored to shared memory itself: its first line begins where address / 128 and `base_offset` (0 to
     7) agree modulo the number of lines ("swizzle base offset", as in the matrix descriptor of 9.7.15.5.1.2.2).

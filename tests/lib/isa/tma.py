@@ -17,7 +17,7 @@ import numpy.typing as npt
 from isa import swizzle
 
 UNIT = 16
-"""Bytes of a row at whose multiples boxes begin, and that a store writes together or not at all. Measured."""
+"""Boxes begin at multiples of so many bytes of a row, and a store writes such a unit whole or not at all. Measured."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class TensorMap:
 
     size: bytes of an element. strides: bytes from one index to the next along dimensions 1, 2, ...: one fewer than
     `dims`. box: extents of a box in elements. mode: swizzling mode of shared memory in bytes. base: byte address of the
-    tensor in global memory. ValueError where the box's rows are shorter than the swizzle: for these the CUDA C++
-    Programming Guide asks for shared memory of "the full swizzle width", and nothing says where their bytes lie in it.
+    tensor in global memory. Raises ValueError if the box's rows are shorter than the swizzle: the CUDA C++ Programming
+    Guide then asks for shared memory of "the full swizzle width", and no text says where their bytes lie in it.
     """
 
     size: int
@@ -69,20 +69,20 @@ class TensorMap:
         return offsets, np.where(inside, addresses, -1), inside
 
     def written(self) -> TensorMap:
-        """The tensor as stores and reductions see it on an H100: its rows last to the end of their last whole unit.
+        """The tensor as stores and reductions see it on an H100: its rows extend to the end of their last unit.
 
-        Measured, and not in the ISA. Behind a row that ends within a unit, the rest of it gets what shared memory holds
-        there, or has it added; the next unit is left alone.
+        Measured, and not in the ISA. If a row ends within a unit, the rest of the unit gets what shared memory holds
+        there, or has it added; the next unit does not change.
         """
         in_a_unit = UNIT // self.size
         units = math.ceil(self.dims[0] / in_a_unit)
         return dataclasses.replace(self, dims=(units * in_a_unit, *self.dims[1:]))
 
     def check_start(self, coordinates: Sequence[int], writes: bool) -> None:
-        """ValueError for a box that ends with an illegal instruction on an H100.
+        """Raises ValueError for a box that is an illegal instruction on an H100.
 
-        Measured, and not in the ISA: an innermost coordinate that is not at a unit's start, and of a store or reduction
-        any negative one, which the CUDA C++ Programming Guide forbids as well.
+        Measured, and not in the ISA: an innermost coordinate that is not at a unit's start, and for a store or
+        reduction any negative coordinate, which the CUDA C++ Programming Guide forbids as well.
         """
         if writes and min(coordinates) < 0:
             raise ValueError(f"a store begins at {tuple(coordinates)}, before the tensor")
@@ -103,10 +103,10 @@ class TensorMap:
         shared: npt.NDArray[np.uint8],
         shared_address: int,
     ) -> npt.NDArray[np.uint8]:
-        """`cp.async.bulk.tensor.*.shared::cluster.global.tile.mbarrier::complete_tx::bytes`: shared memory after.
+        """Shared memory after `cp.async.bulk.tensor.*.shared::cluster.global.tile.mbarrier::complete_tx::bytes`.
 
         memory: global memory, uint8 (bytes,), from address 0. shared: shared memory before, uint8 (bytes,).
-        shared_address: where the box goes. Elements out of bounds are zero. ValueError where `check_start` raises it.
+        shared_address: where the box goes. Elements out of bounds are zero. Raises as `check_start`.
         """
         self.check_start(coordinates, writes=False)
         targets, sources, inside = self._addresses(coordinates, shared_address)
@@ -123,8 +123,8 @@ class TensorMap:
         shared: npt.NDArray[np.uint8],
         shared_address: int,
     ) -> npt.NDArray[np.uint8]:
-        """`cp.async.bulk.tensor.*.global.shared::cta.tile.bulk_group`: global memory after, of which nothing is written
-        outside of the tensor and the last unit of each of its rows. ValueError where `check_start` raises it.
+        """Global memory after `cp.async.bulk.tensor.*.global.shared::cta.tile.bulk_group`, which writes only the tensor
+        and the rest of the last unit of each of its rows. Raises as `check_start`.
         """
         self.check_start(coordinates, writes=True)
         sources, targets, inside = self.written()._addresses(coordinates, shared_address)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from isa import formats, fragments, sums, swizzle
 
 Major = Literal["k", "mn"]
-"""Which index walks along contiguous memory: K (`imm-trans` 0) or M or N (`imm-trans` 1)."""
+"""The index along contiguous memory: K (`imm-trans` 0) or M or N (`imm-trans` 1)."""
 
 MODES: Final[Mapping[int, int]] = {0: 0, 1: 128, 2: 64, 3: 32}
 """Bits 62 and 63 of a descriptor to the swizzling mode in bytes (9.7.15.5.1.2.2)."""
@@ -71,8 +71,8 @@ class Descriptor:
         """Byte address of each element of the matrix (PTX ISA 9.7.15.5.1.2.1.3, "Canonical Layouts").
 
         The layouts there are in units of elements, T of which make 16 bytes; they are written below in bytes. The
-        swizzle comes last, on the address itself. mn: extent along M or N. size: bytes of an element, of which 2 alone
-        can be transposed (9.7.15.5.2, "imm-trans").
+        swizzle is applied last, to the address itself. mn: extent along M or N. size: bytes of an element; only
+        elements of 2 bytes can be transposed (9.7.15.5.2, "imm-trans").
         """
         t = 16 // size
         rows = np.arange(mn, dtype=np.int64)[:, None]
@@ -123,8 +123,8 @@ def multiplied(
     """D of one `wgmma.mma_async.sync.aligned.m64n{n}k*.f32.{name}.{name}` (PTX ISA 9.7.15.5.2), float32 (128, n / 2).
 
     memory: shared memory, uint8 (bytes,). a: a descriptor, or registers uint32 (128, 4). accumulators: D before; None
-    stands for `scale-d` = 0. A major is "mn" where `imm-trans-a` or `imm-trans-b` is 1. truncated: sums of 8-bit
-    products as Hopper makes them (`sums.hopper_fp8`); else a sum is exact in float64 and rounded once.
+    stands for `scale-d` = 0. A major is "mn" if `imm-trans-a` or `imm-trans-b` is 1. truncated: sums of 8-bit products
+    are Hopper's (`sums.hopper_fp8`); else a sum is computed in float64 and rounded once.
     """
     form = formats.FORMATS[name]
     if isinstance(a, Descriptor):
