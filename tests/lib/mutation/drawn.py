@@ -1,6 +1,6 @@
 """Operators that seed bugs into CUDA sources as they are, and a draw from all places where they can be seeded.
 
-An operator reads one line of code, so no bug depends on how the source is spelled elsewhere.
+An operator reads one line of code, so no bug depends on the rest of the source.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Bug(NamedTuple):
 
 
 def _code(text: str) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers, without comments: no directives, no assertions, no heads of declarations."""
+    """Numbered lines of code without comments, directives, assertions and heads of declarations."""
     for number, line in enumerate(text.split("\n")):
         code = line.split("//")[0].rstrip()
         if code.strip() and not re.match(r"\s*(#|static_assert|template|struct|namespace|using|enum|class)", code):

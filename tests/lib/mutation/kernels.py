@@ -1,10 +1,10 @@
 """Draws bugs from the sources of a kernel family, and runs its rows of `matrix` on each.
 
     scripts/mutants forward --drawn 40 --seed 7    about ten seconds each; writes build/reports/drawn_forward_7.md
-    scripts/mutants forward --drawn 40 --proofs    by what a context does before it answers, instead of the rows
+    scripts/mutants forward --drawn 40 --proofs    by the proofs that a context runs first, instead of the rows
 
 ``asm`` draws from the wrappers in kernels_cu/ptx and runs the tests that compare them with the second reading of the
-PTX ISA. It works on a clone of what is committed. Some drawn bugs are equivalent: a person reads what survives.
+PTX ISA. It works on a clone of the last commit. Some drawn bugs change no result, so a person reads what survives.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def files_of(family: str) -> dict[str, str]:
 
 
 def main(family: str, arguments: Sequence[str]) -> int:
-    """The exit code: 1 where a bug survived."""
+    """Returns the exit code: 1 if a bug survived."""
     parser = argparse.ArgumentParser(prog=f"scripts/mutants {family}")
     parser.add_argument("--drawn", type=int, default=30, metavar="COUNT")
     parser.add_argument("--seed", type=int, default=0)
@@ -76,7 +76,7 @@ _SURVIVED, _REFUSED = "survived", "does not compile"
 
 
 def _environment(clone: Path) -> dict[str, str]:
-    """Of what runs in a clone. Both caches go with it."""
+    """The environment of processes in a clone. Both caches are removed with the clone."""
     return os.environ | {
         "PYTHONPATH": str(clone),
         "GPU_ACTORS_TEST_CACHE_DIR": str(clone.parent / "cubins"),

@@ -2,7 +2,7 @@
 
     python -m mutation.proofs FAMILY COUNT    in tests/lib; prints the first failure, and exits with 1
 
-So a bug that is seeded into the sources shows whether a context would notice it.
+With a bug in the sources, this shows whether a context would notice it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gpu_actors.errors import CompileError, LaunchError
 __all__ = ["main"]
 
 REFUSED = 3
-"""The exit code where a kernel does not compile."""
+"""The exit code if a kernel does not compile."""
 
 
 def main(arguments: Sequence[str]) -> int:

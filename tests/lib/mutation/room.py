@@ -1,9 +1,10 @@
-"""Draws bugs from the Python of one room with cosmic-ray, and runs that room's tests and the properties on each.
+"""Draws bugs from the Python of one room with cosmic-ray, and runs that room's tests on each.
 
     pip install cosmic-ray==8.7.0
     scripts/mutants room planning --drawn 30 --seed 7    up to a minute each; writes build/reports/drawn_planning_7.md
 
-It works on a clone of what is committed. What survives is read by a person, since some bugs change no answer.
+For validation, planning and reference it runs the properties too. It works on a clone of the last commit. A person
+reads what survives, because some bugs change no answer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from support.logs import write_log
 __all__ = ["main"]
 
 _ROOT = Path(__file__).resolve().parents[3]
-# Others change annotations, which no test sees, or one operator into each that there is.
+# Other operators change annotations, which no test sees, or an operator into every other one.
 _OPERATORS = re.compile(
     r"core/(NumberReplacer|AddNot|ZeroIterationForLoop|ExceptionReplacer|RemoveDecorator"
     r"|Replace(?!.*BitOr_)(AndWithOr|OrWithAnd|TrueWithFalse|FalseWithTrue|Break.*|Continue.*|Unary.*_Delete_Not"
@@ -37,7 +38,7 @@ _LIMIT_SECONDS = 300.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code: 1 where a bug survived."""
+    """Returns the exit code: 1 if a bug survived."""
     parser = argparse.ArgumentParser(prog="scripts/mutants room")
     parser.add_argument("room", help="a folder of gpu_actors and of tests")
     parser.add_argument("--drawn", type=int, default=30, metavar="COUNT")
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _drawn(clone: Path, room: str, count: int, seed: int) -> list[str]:
-    """A line of the table for each drawn bug. Raises CalledProcessError where the tests fail without one."""
+    """A line of the table for each drawn bug. Raises CalledProcessError if the tests fail without a bug."""
     commands, database = importlib.import_module("cosmic_ray.commands"), importlib.import_module("cosmic_ray.work_db")
     pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
     pytest += [f"tests/{room}", *(["tests/properties"] if room in ("validation", "planning", "reference") else [])]
@@ -83,7 +84,7 @@ def _drawn(clone: Path, room: str, count: int, seed: int) -> list[str]:
 
 
 def _chosen(items: list[Any], count: int, seed: int) -> list[Any]:
-    """An operator is drawn first, then a place, so that numbers do not crowd out the others."""
+    """Draw an operator first, then a place, so that numbers do not crowd out the others."""
     rng = random.Random(seed)
     by_operator: dict[str, list[Any]] = {}
     for item in sorted(items, key=lambda item: (str(item.mutations[0].module_path), item.mutations[0].start_pos)):
