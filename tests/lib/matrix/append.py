@@ -1,4 +1,4 @@
-"""Hard problems of append and copy_pages: every cell of the caches is compared, those that no row goes to included."""
+"""Hard problems of append and copy_pages: every cell of the caches is compared, including those without a new row."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _CASES = {
     "many more": AppendCase(
         new=(300, 4000, 0, 250), before=(0, 9, 0, 4), heads_kv=1, head_dim=8, page_size=128, rope=Rope(dim=4)
     ),
-    # More than 64 columns of either pair's elements, and some behind them.
+    # More than 64 pairs in a row, and columns behind the rotated ones.
     "more pairs than threads": mixed(rope=Rope(dim=320), head_dim=320),
     "halves wide": mixed(rope=Rope(dim=192), head_dim=200, heads_q=4),
     "halves odd": mixed(dtype="bfloat16", cache_dtype="bfloat16", rope=Rope(dim=34), head_dim=37, layout="dense"),
@@ -87,7 +87,7 @@ _CASES = {
         dtype="bfloat16", rope=Rope(dim=20, interleaved=True), cache_dtype=FP8[1], head_dim=24
     ),
 }
-# Rows without a place: what is changed, as (array, index, value).
+# Rows without a place in the cache: what is changed, as (array, index, value).
 _MISPLACED: dict[str, tuple[tuple[str, Any, int], ...]] = {
     "beyond": (("cache_seqlens", 5, 33),),
     "before": (("cache_seqlens", 2, 0),),
@@ -97,7 +97,7 @@ _MISPLACED: dict[str, tuple[tuple[str, Any, int], ...]] = {
     "left over": (("cu_seqlens", 6, 30), ("cache_seqlens", 5, 12)),
 }
 ROWS = (*_CASES, *_MISPLACED, "bits", "far", "far new rows", "far pages", "pages", "pages of any dtype")
-# Each is a variant to build of paths that others take.
+# Each needs a build of its own for paths that other rows take.
 RARE = frozenset(
     {"bfloat16", "rounded", "halves narrow", "interleaved positions", "frequencies", "even halves"}
     | {"e4m3 dense", "interleaved to e5m2"}
@@ -105,7 +105,7 @@ RARE = frozenset(
 
 
 def run(row: str) -> None:
-    """Raise AssertionError or EmulationFault where the row shows a difference."""
+    """Raise AssertionError or EmulationFault if the row shows a difference."""
     for seed, schedule in enumerate(_SCHEDULES):
         launch = {"schedule": schedule, "seed": seed}
         if row in _CASES:
@@ -137,7 +137,7 @@ def run(row: str) -> None:
         else:
             for dtype, dims in itertools.product(("float16", FP8[0], "float32"), ((32, 32), (5, 3), (128, 64))):
                 _check_pages_of(dtype, dims, **launch)
-            _check_pages_of(FP8[0], (9, 5), page_size=1, **launch)  # they begin at any byte
+            _check_pages_of(FP8[0], (9, 5), page_size=1, **launch)  # pages begin at any byte
 
 
 def _check_exactly(operands: Operands, **launch: Any) -> None:
@@ -198,7 +198,7 @@ def _check_far_pages(pair: tuple[int, int], **launch: Any) -> None:
 
 
 def _check_pages(**launch: Any) -> None:
-    """Copied within the pools, and out of them into others; pairs that name no page are left out."""
+    """Pages are copied within the pools, out of them and into them; pairs that name no page are skipped."""
     k, v = (
         np.random.default_rng(dim).integers(0, 1 << 16, (9, 8, 3, dim), np.uint16).view(np.float16) for dim in (21, 200)
     )
@@ -214,7 +214,7 @@ def _check_pages(**launch: Any) -> None:
         want = kept.copy()
         want[[1, 2]] = source[[8, 0]]
         same_bits("page", got, want, _MIXED)
-    # They come in from a list of one page a pair.
+    # Pages come in from a list with as many pages as pairs.
     found = run_copy(*others, [(4, 1), (0, 2), (5, 1), (-1, 2), (3, 3)], pages=(k[:5].copy(), v[:5].copy()), **launch)
     for got, kept, source in zip(found, others, (k, v), strict=True):
         want = kept.copy()
@@ -241,7 +241,7 @@ USUAL = frozenset(GRID[:1])
 
 
 def run_variant(variant: str, *, thorough: bool) -> None:
-    """Random appends: a variant is thirty of them, the first two without ``thorough``."""
+    """Check thirty random appends, or the first two of them without ``thorough``."""
     for seed in _DRAWN[variant] if thorough else _DRAWN[variant][:2]:
         check(_drawn(seed), schedule=_SCHEDULES[seed % 4], seed=seed)
 

@@ -1,4 +1,4 @@
-"""Hard problems of backward_mma and of backward_simple, with the kernels before and behind them."""
+"""Hard problems of backward_mma and of backward_simple, with the kernels before and after them."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ _PROBLEMS: dict[str, dict[str, Any]] = {
     "simple nonfinite": {**_PLAIN, "seqlens": (70, 70), "always": ("causal",)},
 }
 _ARCHS = {"late": "sm_90a", "pairs": "sm_80"}
-# Of float16 with a head dim of 64, whose kernels the tests of other laws compile as well.
+# For float16 with a head dim of 64, whose kernels other tests compile as well.
 _USUAL = {"arch": "sm_80"}
 _SIMPLE = {"arch": "sm_80", "kernel": "backward_simple"}
 _CHECKS: dict[str, Any] = {
     "empty": lambda: check_empty_sequences(_USUAL),
     "lse gradient": lambda: check_lse_gradient(_USUAL),
-    "small": lambda: check_float16_range(_USUAL, 1e-4, 1.0, causal=True),  # dS is 10^-6, of which float16 has few bits
+    "small": lambda: check_float16_range(_USUAL, 1e-4, 1.0, causal=True),  # dS is 10^-6, with few bits in float16
     "far": lambda: [check_far_gradients(axis) for axis in range(3)],
     "far scratch": lambda: check_far_scratch("backward_mma", "sm_80"),
     "simple empty": lambda: check_empty_sequences(_SIMPLE),
@@ -97,7 +97,7 @@ _CHECKS: dict[str, Any] = {
 }
 KERNELS = ("backward_prepare", "backward_mma", "backward_finish", "backward_simple")
 ROWS = (*_PROBLEMS, *_CHECKS)
-# Other rows have their options and paths, and test_backward.py repeats deterministic launches.
+# Other rows cover their options and paths, and test_backward.py repeats deterministic launches.
 RARE = {
     *("turns", "turns window", "sinks", "batch", "float", "redundant", "hidden", "nonfinite bias"),
     *("far scratch", "simple empty", "simple varlen", "simple window"),
@@ -105,7 +105,7 @@ RARE = {
 
 
 def run(row: str) -> None:
-    """Raise AssertionError or EmulationFault where the row shows a difference."""
+    """Raise AssertionError or EmulationFault if the row shows a difference."""
     if row in _CHECKS:
         _CHECKS[row]()
         return
@@ -172,11 +172,11 @@ def _problem(row: str) -> BackwardCase:
 
 
 def beyond_float16(case: BackwardCase, row: str) -> BackwardCase:
-    """The case with a dS that float16 does not hold."""
+    """The case with a dS that overflows float16."""
     case.forward.q[...] *= np.float16(0.01)
     if row == "large":
         case.dout[...] *= 3000
-    else:  # V of the two keys is opposite: so is their dP, and delta is 0
+    else:  # V of the two keys is opposite, so their dP is too, and delta is 0
         case.dout[...] *= 1000
         case.forward.v[:, 1] = -case.forward.v[:, 0]
         case.forward.k[...] *= np.float16(0.1)
@@ -185,15 +185,15 @@ def beyond_float16(case: BackwardCase, row: str) -> BackwardCase:
 
 
 def of_unlike_heads(case: BackwardCase) -> BackwardCase:
-    """The case with values 2^8 times as large in every second KV head, which changes the power of two that dS has; in
-    the next sequence it is the other heads."""
+    """The case with values 2^8 times as large in every second KV head, and in the next sequence in the other heads.
+    This changes dS's power of two."""
     batch, _, heads, _ = case.forward.v.shape
     large = np.add.outer(np.arange(batch), np.arange(heads)) % 2 == 1
     case.forward.v[...] *= np.where(large, 256, 1).astype(np.float16)[:, None, :, None]
     return answered(case, case.options)
 
 
-# Every option alone or in company, every row of the tile table, both layouts, both alignments, both ways to reduce.
+# Every option alone or combined, every row of the tile table, both layouts, both alignments, both ways to reduce.
 SWEEPS = (
     Sweep("float16", 64, None, "causal", arch="sm_80"),
     Sweep(
@@ -228,7 +228,7 @@ SWEEPS = (
     Sweep("float32", 256, 200, "dropout alibi", compute="tf32", arch="sm_80"),
     Sweep("float32", 224, None, "window bias", compute="bf16", arch="sm_90a", deterministic=True),
 )
-# The same of backward_simple, in every dtype.
+# The same for backward_simple, in every dtype.
 SIMPLE_SWEEPS = (
     Sweep("float32", 20, None, "causal sinks bias dropout softcap alibi", arch="sm_80"),
     Sweep("float64", 64, 33, "window sink_tokens sinks", arch="sm_80", varlen=True, top_left=True, usual=True),
@@ -254,14 +254,14 @@ _HEADS = ((1, 1), (2, 1), (2, 2), (3, 1), (4, 2))
 
 
 def run_variant(variant: str, *, thorough: bool) -> None:
-    """Raise AssertionError or EmulationFault where a shape shows a difference."""
+    """Raise AssertionError or EmulationFault if a shape shows a difference."""
     kernel, number, sweep = _VARIANTS[variant]
     simple = kernel == "backward_simple"
     launch = {"compute": sweep.compute, "deterministic": sweep.deterministic, "arch": sweep.arch, "kernel": kernel}
     shapes = (_SIMPLE_SHAPES if thorough else _SIMPLE_SHAPES[:3]) if simple else _SHAPES
     base = 3000 + 100 * number if simple else 1000 * number
     for index, seqlens in enumerate((*shapes, *SEQLENS) if thorough and not simple else shapes):
-        large = max(seqlens) > 300  # which the emulation takes its time for
+        large = max(seqlens) > 300  # slow in the emulation
         heads = (2, 1) if large else ((6, 2), (3, 1), (2, 2))[index % 3]
         case = case_of(sweep, base + index, seqlens, batch=1 if large else 1 + index % 3, heads=heads)
         check_case(case, seed=index, limit_seconds=600.0, **launch, **launch_of(5 * index + number))
@@ -273,8 +273,8 @@ def run_variant(variant: str, *, thorough: bool) -> None:
 
 
 def _check_random(sweep: Sweep, seed: int, launch: dict[str, Any], modes: tuple[tuple[str, str], ...]) -> None:
-    """Right in every mode. dK and dV have the same bits in all, and dQ where that is asked for."""
-    # Up to a few tiles each way: edges are where kernels err, and larger shapes are in the lists.
+    """Right in every mode. dK and dV have the same bits in all modes, and if deterministic all gradients."""
+    # Up to a few tiles each way, because kernels err at edges; larger shapes are in the lists.
     rng = np.random.default_rng(seed)
     seqlens = int(rng.integers(1, 200)), int(rng.integers(1, 260))
     case = case_of(sweep, seed, seqlens, batch=int(rng.integers(1, 4)), heads=_HEADS[rng.integers(len(_HEADS))])

@@ -1,4 +1,4 @@
-"""Hard problems of backward_sm90, with the kernels before and behind it."""
+"""Hard problems of backward_sm90, with the kernels before and after it."""
 
 from __future__ import annotations
 
@@ -97,16 +97,16 @@ _CHECKS: dict[str, Any] = {
     "empty": lambda: check_empty_sequences(_LAUNCH),
     "lse gradient": lambda: check_lse_gradient(_LAUNCH),
     "large causal": lambda: check_float16_range(_LAUNCH, 3000.0, 20.0, causal=True),
-    # dS is 10^-6, of which float16 has few bits
+    # dS is 10^-6, with few bits in float16
     "small": lambda: check_float16_range(_LAUNCH, 1e-4, 1.0),
     "small causal": lambda: check_float16_range(_LAUNCH, 1e-4, 1.0, causal=True),
-    # What is kept counts fourfold, which is two powers of two of the factor that dQ is divided by at the end.
+    # Kept weights count fourfold, which takes two of the powers of two that dQ is divided by at the end.
     "much dropout": lambda: check(_LAUNCH, *operands_of(150, 150), dropout_p=0.75),
     "far scratch": lambda: check_far_scratch(_KERNEL, "sm_90a"),
 }
 KERNELS = ("backward_prepare_sm90", _KERNEL, "backward_finish_sm90")
 ROWS = (*_PROBLEMS, *_CHECKS)
-# Other rows have their options and paths, and test_backward.py repeats deterministic launches.
+# Other rows cover their options and paths, and test_backward.py repeats deterministic launches.
 RARE = {
     *("turns bias", "neighbours", "long", "varlen full", "hidden", "nonfinite bias"),
     *("nonfinite cap bias", "shared narrow", "shared nonfinite", "shared nonfinite key", "far scratch"),
@@ -115,7 +115,7 @@ RARE = {
 
 
 def run(row: str) -> None:
-    """Raise AssertionError or EmulationFault where the row shows a difference."""
+    """Raise AssertionError or EmulationFault if the row shows a difference."""
     if row in _CHECKS:
         _CHECKS[row]()
         return
@@ -123,7 +123,7 @@ def run(row: str) -> None:
     poisoned = poison_unseen_backward(case)
     deterministic, first = "turns" in row, None
     problem = backward_problem_of(*poisoned.forward.inputs, deterministic=deterministic, **poisoned.options)
-    if row == "long":  # as if the caller had said too little
+    if row == "long":  # as if the caller gave too small lengths
         problem = dataclasses.replace(problem, seqlen_q=100, seqlen_k=100)
     operands = dict(zip(("dout", "q", "k", "v", "out", "lse"), poisoned.inputs, strict=True))
     operands |= {option: poisoned.options[option] for option in OPERANDS if option in poisoned.options}
@@ -186,7 +186,8 @@ def _problem(row: str) -> BackwardCase:
 
 
 def cancelling(case: BackwardCase) -> BackwardCase:
-    """What a row gives to all keys adds up to 0: parts of dQ grow and still cancel, and 16 bits show their order."""
+    """A row's dS add up to 0 over the keys, so with larger keys the parts of dQ grow and cancel: 16 bits show their
+    order."""
     case.forward.k[...] += 64
     return answered(case, case.options)
 
@@ -203,7 +204,7 @@ def _with_neighbours(case: BackwardCase) -> dict[str, Any]:
 
 
 def _check_first(gradients: Any, clean: Any, case: BackwardCase) -> None:
-    """The first sequence has the same bits whatever the second one holds; of dQ, whose sums have no order, nearly."""
+    """The second sequence does not change dK and dV of the first, nor dQ but for the order of its sums."""
     rows, keys = (case.options[f"cu_seqlens_{side}"][1] for side in "qk")
     for name, end in (("dk", keys), ("dv", keys)):
         np.testing.assert_array_equal(getattr(gradients, name)[:end], getattr(clean, name)[:end], err_msg=name)
@@ -211,7 +212,7 @@ def _check_first(gradients: Any, clean: Any, case: BackwardCase) -> None:
     np.testing.assert_allclose(found, wanted, rtol=0.01, atol=0.01, err_msg="dq")
 
 
-# Every option alone or in company, every row of the tile table, both layouts, both alignments.
+# Every option alone or combined, every row of the tile table, both layouts, both alignments.
 SWEEPS = (
     Sweep("bfloat16", 128, None, "causal"),
     Sweep("float16", 64, None, ""),
@@ -248,7 +249,7 @@ USUAL: frozenset[str] = frozenset()
 
 
 def run_variant(variant: str, *, thorough: bool) -> None:
-    """Raise AssertionError or EmulationFault where a shape shows a difference."""
+    """Raise AssertionError or EmulationFault if a shape shows a difference."""
     number, sweep = _VARIANTS[variant]
     for index, seqlens in enumerate((*_SHAPES, *SEQLENS) if thorough else _SHAPES):
         large = max(seqlens) > 300
@@ -261,9 +262,9 @@ def run_variant(variant: str, *, thorough: bool) -> None:
 
 
 def _check_modes(sweep: Sweep, seqlens: tuple[int, int]) -> None:
-    """Right in every mode. dK and dV have the same bits in all, and dQ where deterministic."""
+    """Right in every mode. dK and dV have the same bits in all modes, and dQ if deterministic."""
     case = poison_unseen_backward(case_of(sweep, 5, seqlens, batch=1, heads=(2, 1)))
-    # Like the hardware, functions would err by other amounts with each seed.
+    # With the hardware's arithmetic, functions would err by other amounts for each seed.
     same = {"kernel": _KERNEL, "deterministic": sweep.deterministic, "arithmetic": "nearest"}
     results = [run_case(case, seed=seed, **same, **launch_of(seed)) for seed in range(len(MODES))]
     for result in results:

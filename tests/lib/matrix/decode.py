@@ -31,7 +31,7 @@ def batch_of(*lengths: int, rows: int = 1, heads: tuple[int, int] = (4, 2), **gi
 
 
 def rising(batch: Batch) -> Batch:
-    """The same with scores that rise with the key, so that every tile and piece has a maximum of its own."""
+    """The batch with scores that rise with the key, so that every tile and piece has a maximum of its own."""
     batch.q = np.abs(batch.q)
     for index, keys in enumerate(batch.k):
         ramp = np.linspace(0.0, 4.0, len(keys))[:, None, None]
@@ -40,7 +40,7 @@ def rising(batch: Batch) -> Batch:
 
 
 def steep(batch: Batch) -> Batch:
-    """The same with scores that rise by more than 16 and with nothing but the key."""
+    """The batch with scores that rise by more than 16 and depend on the key alone."""
     batch.q[...] = 1.0
     for keys in batch.k:
         keys[...] = np.linspace(0, 3, len(keys))[:, None, None]
@@ -55,13 +55,13 @@ def with_scales(batch: Batch) -> DecodeCase:
 
 
 def zero_scales(batch: Batch) -> DecodeCase:
-    """Of two sequences and two heads."""
+    """Descales of 0 among others, for two sequences and two heads."""
     k, v = np.array([[[0.0, -1.0], [2.0, 1e-3]], [[1.0, 0.0], [-3.0, 448.0]]], np.float32)
     return DecodeCase(batch, options={**CAUSAL, "k_descale": k, "v_descale": v})
 
 
 def narrow(batch: Batch, nan: bool = False) -> DecodeCase:
-    """q and the cache in e4m3, under descales of all three. nan: a column of q's first row is no number."""
+    """q and the cache in e4m3, with descales of q, k and v. nan: an element of q's first row is NaN."""
     case = with_scales(batch)
     if nan:
         batch.q[0, 0, 0, 5] = np.nan
@@ -76,7 +76,7 @@ def with_nan(batch: Batch, key: int, column: int = 3) -> Batch:
 
 
 def latent(batch: Batch, nan: int | None = None) -> DecodeCase:
-    """Values are the first columns of keys. nan: a column of keys that some rows do not see, which is NaN there."""
+    """Values are the first columns of keys. nan: the column that is NaN in a key that some rows do not see."""
     for keys in batch.k if nan is not None else ():
         keys[-3, :, nan] = np.nan
     columns = 512 if batch.q.shape[-1] == 576 else 16
@@ -96,7 +96,7 @@ def tree_case(batch: Batch | None = None, **given: Any) -> DecodeCase:
 
 
 def placed(case: DecodeCase | None = None, **positions: Sequence[Any]) -> DecodeCase:
-    """A case whose rows and keys have positions; without one of another kind, under every mask and ALiBi."""
+    """A case whose rows and keys have positions, by default under every mask and ALiBi."""
     if case is None:
         masks = {**CAUSAL, "window_size": (300, 0), "sink_tokens": 200, "alibi_slopes": SLOPES}
         case = DecodeCase(batch_of(300, 9, 130, rows=5), options=masks)
@@ -105,7 +105,7 @@ def placed(case: DecodeCase | None = None, **positions: Sequence[Any]) -> Decode
 
 
 def apart(*lengths: int, window: int, sink_tokens: int) -> DecodeCase:
-    """`placed` with masks of its own."""
+    """A case for `placed`, with masks of its own."""
     masks = {**CAUSAL, "window_size": (window, 0), "sink_tokens": sink_tokens, "alibi_slopes": SLOPES}
     return DecodeCase(batch_of(*lengths, rows=5), options=masks)
 
@@ -170,7 +170,7 @@ _PROBLEMS: dict[str, Callable[[], DecodeCase]] = {
     "latent key": lambda: latent(batch_of(70, 95, rows=5, heads=(6, 1)), nan=30),
     "latent NaN": lambda: latent(batch_of(70, 95, rows=5, heads=(6, 1)), nan=3),
 }
-# What contradicts the request on the device: the problem, the operand, and its value of the third sequence.
+# Operands that contradict the request on the device: the problem, the operand, and its value for the third sequence.
 _BROKEN = {
     "plain, a length": ("plain", "cache_seqlens", 1 << 20),
     "full, a length": ("full", "cache_seqlens", 305),
@@ -185,12 +185,12 @@ _BROKEN = {
 _FAR = {"far": check_far_pages, "far rows": check_far_rows}
 _MULTIPROCESSORS = {"long": 4, "many pieces": 18}  # more pieces than a warp has lanes
 ROWS = (*_PROBLEMS, *(f"broken {what}" for what in _BROKEN), *_FAR, "steady", "device", "plan")
-# Usual variants and other rows take their paths.
+# Usual variants and other rows cover their paths.
 RARE = frozenset({"unequal", "leftpad pages"})
 
 
 def run(row: str) -> None:
-    """Raise AssertionError or EmulationFault where the row shows a difference."""
+    """Raise AssertionError or EmulationFault if the row shows a difference."""
     if row == "plan":
         _check_plans()
         return
@@ -221,13 +221,13 @@ def _operands(row: str, case: DecodeCase) -> dict[str, Any]:
     if row == "fp8 q odd":
         q = operands["q"]
         wide = emulated_decode.allocate((*q.shape[:-1], q.shape[-1] + 1), q.dtype.name)
-        operands["q"] = wide[..., 1:]  # whose rows begin anywhere
+        operands["q"] = wide[..., 1:]  # rows begin at any byte
         operands["q"][...] = q
     return operands
 
 
 def whole_table(operands: dict[str, Any]) -> Any:
-    """The table without its last column, which is unused: behind a row lies the next sequence's."""
+    """The table without its last, unused column: behind a sequence's row lies the next one's."""
     return np.ascontiguousarray(operands["block_table"][:, :-1])
 
 
@@ -237,18 +237,18 @@ def _check_broken(problem: str, field: str, value: int, **launch: Any) -> None:
     operands = _operands(problem, case)
     good = emulated_decode.run(case, operands=operands, planned=False, **launch)
     operands[field][2] = value
-    for name in operands.keys() & {"k_cache.2", "v_cache.2"}:  # numbers, so that reading them does not show
+    for name in operands.keys() & {"k_cache.2", "v_cache.2"}:  # finite, so that only the kernel's check gives NaN
         operands[name][...] = np.nan_to_num(operands[name])
     out, lse = emulated_decode.run(case, operands=operands, planned=False, **launch)
     assert np.isnan(out[2]).all(), "out differs"
     assert np.isnan(lse[2]).all(), "lse differs"
     for found, right in ((out, good[0]), (lse, good[1])):
-        # Ranges may begin elsewhere.
+        # Ranges may begin at other keys.
         np.testing.assert_allclose(np.delete(found, 2, 0), np.delete(right, 2, 0), atol=1e-2)
 
 
 def _check_plans() -> None:
-    """Device and host split alike. Ranges that are cut elsewhere give right numbers as well, but unevenly."""
+    """Device and host split alike. Other ranges would give right numbers too, but uneven work."""
     lengths = np.random.default_rng(0).integers(0, 200, 600).tolist()  # more than decode_plan has threads
     cases = [_PROBLEMS["plain"](), _PROBLEMS["pinned"](), DecodeCase(batch_of(*lengths), options=CAUSAL)]
     drawn = [variant for variant in VARIANTS if variant.layout != "pointers"][:8:2]
@@ -261,7 +261,7 @@ def _check_plans() -> None:
 
 
 _DRAWN = {str(variant): variant for variant in VARIANTS}
-# Options of rows and keys that stand in a larger problem.
+# Options of rows and keys with positions in a larger problem.
 _MASKS: dict[str, Any] = {**CAUSAL, "window_size": (90, 0), "sink_tokens": 200, "alibi_slopes": SLOPES}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "all": _MASKS,
@@ -271,7 +271,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "chunks": {**CAUSAL, "attention_chunk": 150, "sink_tokens": 9},
     "signs of distances": {"alibi_slopes": SLOPES},
 }
-# Rows among, behind and before the keys; sequences one, two and four steps apart; the third has few keys.
+# Rows among, behind and before the keys; rows and keys one to four positions apart; the third sequence has few keys.
 _PLACES: tuple[dict[str, Any], ...] = (
     {"q_positions": [[500, 3], [9, 1], [7, 2], [1400, 1]], "k_positions": [[1, 4], [0, 1], [3, 2], [0, 2]]},
     {"q_positions": [450, 0, 3, 90], "k_positions": [200, 0, 0, 0]},
@@ -289,7 +289,7 @@ USUAL = frozenset(str(VARIANTS[number]) for number in (4, 8))
 
 
 def run_variant(variant: str, *, thorough: bool) -> None:
-    """Sequences of 0 to 2,000 keys, six page sizes, 1 to 16 query heads a KV head, 1 to 64 new rows."""
+    """Sequences of 0 to 2,000 keys, nine page sizes, 1 to 16 query heads a KV head, 1 to 64 new rows."""
     if variant in _PLACED:
         _check_placed(*_PLACED[variant])
     elif variant == "placed-others":
@@ -302,7 +302,7 @@ def run_variant(variant: str, *, thorough: bool) -> None:
 def check_drawn(
     variant: Variant, variants: Sequence[Variant], seeds: Sequence[int], longest: int, **launch: Any
 ) -> None:
-    """Random problems of a variant, split by the host and by the device. longest: keys of a sequence."""
+    """Check random problems of a variant, split by the host or by the device. longest: most keys of a sequence."""
     for seed in seeds:
         check(
             draw(variant, seed, longest),
@@ -327,7 +327,7 @@ def _check_placed(arch: str, layout: str, name: str) -> None:
 
 
 def _check_other_placed() -> None:
-    """Packed rows, 8 bits, trees and nonfinite values."""
+    """Check packed rows, 8 bits, trees and nonfinite values, all with positions."""
     for places in _PLACES:
         nonfinite = _placed_batch()
         nonfinite.v[0][120, :, 3], nonfinite.v[3][695, :, 3] = np.nan, np.inf

@@ -37,12 +37,12 @@ _PINNED: dict[str, Any] = {**CAUSAL, "num_splits": 3}
 
 
 def narrow(*lengths: int, **given: Any) -> Batch:
-    """Head dim 20: no whole chunks of 16 bits, nor a power of two."""
+    """Head dim 20: not in whole chunks of 16-bit elements, nor a power of two."""
     return batch_of(*lengths, **{"dim": 20, "dtype": "float32", **given})
 
 
 def _steep(batch: Batch) -> DecodeCase:
-    """Scores that rise by more than the exponents of floats."""
+    """Scores that rise by more than the range of float exponents."""
     batch.q *= 16
     return DecodeCase(batch, options={**CAUSAL, "num_splits": 4})
 
@@ -54,7 +54,7 @@ def _latent(dtype: str, dim: int, dim_v: int) -> DecodeCase:
 
 
 def _everywhere(dtype: str = "float32") -> DecodeCase:
-    """Rows and keys that stand in a larger problem, under every mask and ALiBi."""
+    """Rows and keys with positions in a larger problem, under every mask and ALiBi."""
     masks = {**CAUSAL, "window_size": (300, 0), "sink_tokens": 200, "alibi_slopes": SLOPES}
     batch = random_batch(4, (300, 9, 130), rows=5, heads=(4, 2), dim=20, dtype=dtype)
     return placed(
@@ -102,16 +102,16 @@ _PROBLEMS: dict[str, Callable[[], DecodeCase]] = {
 }
 _FAR = {"far": check_far_pages, "far rows": check_far_rows}
 ROWS = (*_PROBLEMS, *_FAR, "tf32", "bf16", "broken")
-# Variants to build of paths that other rows take.
+# Each needs a build of its own for paths that other rows take.
 RARE = frozenset({"bf16", "unequal", "latent", "early rows", "far rows"})
 
 
 def run(row: str) -> None:
-    """Raise AssertionError or EmulationFault where the row shows a difference."""
+    """Raise AssertionError or EmulationFault if the row shows a difference."""
     for delivery, schedule, seed in LAUNCHES:
         launch: dict[str, Any] = {"delivery": delivery, "schedule": schedule, "seed": seed}
         if row in _FAR:
-            _FAR[row](SIMPLE, (4 << 30) - 2 * PAGE, **launch)  # it takes strides of 32 bits
+            _FAR[row](SIMPLE, (4 << 30) - 2 * PAGE, **launch)  # the kernel takes strides of 32 bits
         else:
             _run(row, kernel=SIMPLE, **launch)
 
@@ -133,7 +133,7 @@ def _run(row: str, **launch: Any) -> None:
     if row in ("fp8 pinned", "pointers"):
         multiprocessors = 3
     if row == "pointers":
-        for key in [key for key in operands if "_cache." in key]:  # addresses that are multiples of 4 alone
+        for key in [key for key in operands if "_cache." in key]:  # to addresses that are only multiples of 4
             operands[key] = _moved(operands[key])
     if row == "full":
         operands["block_table"] = whole_table(operands)
@@ -144,7 +144,7 @@ def _run(row: str, **launch: Any) -> None:
 
 
 def _check_broken(case: DecodeCase, operands: dict[str, Any], **launch: Any) -> None:
-    """A length of the second sequence that the request cannot have."""
+    """The second sequence, whose length is too large, gets NaN, and the others finite numbers."""
     out, _ = run_decode(case, operands=operands, planned=False, zero=True, **launch)
     assert np.isnan(out[1]).all(), "out differs"
     assert (np.isfinite(out) & (out != 0))[[0, 2]].all(), "out differs"
@@ -157,7 +157,7 @@ def _moved(array: Any) -> Any:
 
 
 def _check_rounded(case: DecodeCase, compute: str, **launch: Any) -> None:
-    """The rows and the LSE of rounded operands."""
+    """Out and LSE are those of rounded operands."""
     problem = dataclasses.replace(problem_of(case, case.operands()), compute=compute)
     out, lse = run_decode(case, problem=problem, **launch)
     k, v, ends = case.batch.packed

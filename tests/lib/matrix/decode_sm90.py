@@ -43,7 +43,7 @@ def wide(*lengths: int, **given: Any) -> Batch:
 
 
 def _rise_of_lower_rows() -> DecodeCase:
-    """Scores of rows g + 8 rise with the key, and those of rows g fall: 16 packed rows of one head."""
+    """Scores of rows 8 to 15 rise with the key, and those of rows 0 to 7 fall: 16 packed rows of one head."""
     batch = wide(300, rows=16, heads=(1, 1))
     ramp = np.linspace(-3.0, 3.0, 300)[:, None, None]
     batch.q[:, :8], batch.q[:, 8:] = -0.25, 0.25
@@ -52,7 +52,7 @@ def _rise_of_lower_rows() -> DecodeCase:
 
 
 def _bytes() -> DecodeCase:
-    """Values of every byte that is a number; of the last keys, which some rows do not see, one is NaN."""
+    """Values of every byte that is a number. One of the last keys, which some rows do not see, has a NaN."""
     batch = wide(300, 256, **FP8)
     numbers = np.array([byte for byte in range(256) if byte & 0x7F != 0x7F], np.uint8)
     batch.v[1] = np.resize(numbers, batch.v[1].shape).view(batch.v[1].dtype)
@@ -60,7 +60,7 @@ def _bytes() -> DecodeCase:
     return DecodeCase(with_nan(batch, 297), options={**CAUSAL, "k_descale": scales[0], "v_descale": scales[1]})
 
 
-# Keys end inside a tile, and of "long" they are more tiles than there are stages.
+# Keys end inside a tile. Those of "long" fill more tiles than there are stages.
 _PROBLEMS: dict[str, Callable[[], DecodeCase]] = {
     "plain": lambda: DecodeCase(rising(wide(300, 0, 5, 170)), options=CAUSAL),
     "long": lambda: DecodeCase(rising(wide(1500)), page_size=8, options=CAUSAL),
@@ -78,7 +78,7 @@ _PROBLEMS: dict[str, Callable[[], DecodeCase]] = {
     "keyless": lambda: DecodeCase(wide(700), options={**CAUSAL, "window_size": (90, -1), "sink_tokens": 5}),
     "chunks": lambda: DecodeCase(wide(300, 70, 9), options={**CAUSAL, "attention_chunk": 17}),
     "tree": lambda: DecodeCase(wide(300, 9, 130), tree=tree_case().tree),
-    "tree of two": lambda: tree_case(wide(300, 40, 130, rows=40)),  # words of their bits have 64
+    "tree of two": lambda: tree_case(wide(300, 40, 130, rows=40)),  # more rows than 32 bits
     "alibi": lambda: DecodeCase(
         wide(300, 70), options={**CAUSAL, "alibi_slopes": np.array([0.1, 0.2, 0.4, 0.3], np.float32)}
     ),
@@ -93,12 +93,12 @@ _PROBLEMS: dict[str, Callable[[], DecodeCase]] = {
 }
 _FAR = {"far": check_far_pages, "far rows": check_far_rows}
 ROWS = (*_PROBLEMS, *_FAR)
-# Variants to build; other rows of the decode kernels take the options' paths, which are common to them.
+# Each needs a build of its own; other rows of the decode kernels cover the options' paths, which the kernels share.
 RARE = frozenset({"no rows", "unequal", "tree of two", "chunks", "far rows"})
 
 
 def run(row: str) -> None:
-    """Raise AssertionError or EmulationFault where the row shows a difference."""
+    """Raise AssertionError or EmulationFault if the row shows a difference."""
     if row in _FAR:
         _FAR[row](NAME)
         return
@@ -116,22 +116,22 @@ def run(row: str) -> None:
 
 
 def _check_broken(case: DecodeCase, operands: dict[str, Any], **launch: Any) -> None:
-    """Lengths beyond the capacity are answered with NaN, and the others as before."""
+    """A sequence with a length beyond the capacity gets NaN, and the others what they had."""
     good, _ = run_decode(case, operands=operands, planned=False, **launch)
     for length in (305, 1 << 29):
         broken = operands | {"cache_seqlens": np.array([304, length, 200], np.int32)}
         out, lse = run_decode(case, operands=broken, planned=False, **launch)
         assert np.isnan(out[1]).all(), "out differs"
         assert np.isnan(lse[1]).all(), "lse differs"
-        np.testing.assert_allclose(out[[0, 2]], good[[0, 2]], atol=2e-2)  # ranges may begin elsewhere
+        np.testing.assert_allclose(out[[0, 2]], good[[0, 2]], atol=2e-2)  # ranges may begin at other keys
 
 
 _DRAWN = {str(variant): variant for variant in SM90_VARIANTS}
 GRID = tuple(_DRAWN)
-USUAL: frozenset[str] = frozenset()  # the rows have every path
+USUAL: frozenset[str] = frozenset()  # the rows cover every path
 
 
 def run_variant(variant: str, *, thorough: bool) -> None:
-    """Sequences of 0 to 2,000 keys, six page sizes, 16 packed rows and more, split by host and device."""
+    """Sequences of 0 to 2,000 keys, six page sizes, 16 packed rows and more, split by the host or the device."""
     seeds, longest = (range(100, 125), 2000) if thorough else (range(100, 101), 500)
     check_drawn(_DRAWN[variant], SM90_VARIANTS, seeds, longest, arch="sm_90a", kernel=NAME)

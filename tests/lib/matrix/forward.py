@@ -126,7 +126,7 @@ def _case_of(name: str) -> ForwardCase:
 
 
 def run(row: str) -> None:
-    """Raise AssertionError or EmulationFault where the row shows a difference."""
+    """Raise AssertionError or EmulationFault if the row shows a difference."""
     if row == "causal, like hardware":
         with like_hardware():
             run("causal")
@@ -160,7 +160,7 @@ def run(row: str) -> None:
         )
 
 
-# Every option alone or in company, every row of the tile table, both layouts, both alignments.
+# Every option alone or combined, every row of the tile table, both layouts, both alignments.
 _MMA_SWEEPS = (
     Sweep("float16", 64, None, "", arch="sm_80"),
     Sweep("float16", 64, 96, "causal alibi sinks", arch="sm_86", varlen=True),
@@ -216,7 +216,7 @@ USUAL = tuple(
 
 
 def run_variant(variant: str, *, thorough: bool) -> None:
-    """Raise AssertionError or EmulationFault where a shape shows a difference."""
+    """Raise AssertionError or EmulationFault if a shape shows a difference."""
     if variant in _RANDOM:
         first = int(variant.split()[-1])
         for seed in range(first, first + 10):
@@ -235,7 +235,7 @@ def run_variant(variant: str, *, thorough: bool) -> None:
 
 
 def _check_drawn(sweep: Sweep, seed: int, given: dict[str, Any]) -> None:
-    """Up to a few tiles each way. Every tenth in all modes, which give the same bits."""
+    """Up to a few tiles each way. Modes give the same bits: all modes for every tenth seed, else two."""
     rng = np.random.default_rng(seed)
     case = random_forward(
         seed,

@@ -36,7 +36,7 @@ LAUNCHES = (
     ("late", "random", 3),
 )
 
-# More tiles of keys than stages and more tiles of rows than the two blocks, rows and keys that end inside a tile.
+# More tiles of keys than stages, more tiles of rows than the two blocks, rows and keys that end inside a tile.
 _SHAPE: dict[str, Any] = {
     "dtype": "float16",
     "head_dim": 64,
@@ -79,9 +79,9 @@ _PROBLEMS: dict[str, dict[str, Any]] = {
     "hidden": {"seqlens": (200, 300), "always": ("bias",)},
     "nonfinite": {"seqlens": (200, 200), "always": ("causal",)},
 }  # fmt: skip
-# Bytes that L2 is taken to hold: ten heads of fourteen, so that sections have eight and six.
+# Bytes of L2 that the kernel assumes: ten heads of fourteen, so that sections have eight and six.
 _SECTIONS = {"sections": 5 * 70 * 256}
-# Windows that end inside tiles, whatever is drawn.
+# Options in place of the drawn ones. Windows end inside tiles.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (150, 30), "sink_tokens": 5},
     "sink tokens": {"window_size": (40, 200), "sink_tokens": 140},
@@ -147,7 +147,7 @@ def _case_of(row: str) -> ForwardCase:
 
 
 def run(row: str) -> None:
-    """Raise AssertionError or EmulationFault where the row shows a difference."""
+    """Raise AssertionError or EmulationFault if the row shows a difference."""
     if row == "causal, like hardware":
         with like_hardware():
             run("causal")
@@ -182,7 +182,7 @@ def _run_launch(row: str, delivery: Any, schedule: Any, seed: int) -> None:
         return
     case = _case_of(row)
     problem = problem_of(*case.inputs, **case.options)
-    if row == "long":  # as if the caller had said too little
+    if row == "long":  # as if the caller gave too small a length
         problem = dataclasses.replace(problem, seqlen_q=100)
     operands = dict(zip("qkv", case.inputs, strict=True))
     operands |= {name: case.options[name] for name in OPERANDS if name in case.options}
@@ -201,7 +201,7 @@ def _run_launch(row: str, delivery: Any, schedule: Any, seed: int) -> None:
 
 
 def check_neighbours(dtype: str, rows: int, *, causal: bool, **launch: Any) -> None:
-    """A packed sequence of so many rows has the same bits whatever the values of the next one are."""
+    """A packed sequence of so many rows keeps its bits if the next one holds NaN."""
     ends = {name: np.array([0, rows, rows + 100], np.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")}
     arrays = {name: gaussian(n, (rows + 100, 2, 64), dtype) for n, name in enumerate("qkv")}
     problem = problem_of(*arrays.values(), causal=causal, **ends)
@@ -214,7 +214,7 @@ def check_neighbours(dtype: str, rows: int, *, causal: bool, **launch: Any) -> N
     assert np.isnan(out[rows:]).all(), "out differs"
 
 
-# Every option alone or in company, every row of the tile table, both layouts, both alignments.
+# Every option alone or combined, every row of the tile table, both layouts, both alignments.
 SWEEPS = (
     Sweep("float16", 64, None, ""),
     Sweep("bfloat16", 128, None, "causal"),
@@ -243,7 +243,7 @@ SWEEPS = (
 _VARIANTS = {str(sweep): (number, sweep) for number, sweep in enumerate(SWEEPS)}
 _SHAPES = ((1, 1), (33, 95), (70, 31), (113, 203), (130, 7), (200, 600))
 _MODIFIED_SHAPES = ((1, 1), (70, 31), (113, 203), (300, 520))
-# One is the kernel's own bias.
+# The T5 bias is the kernel's own bias, not a modification.
 _TILES = {
     f"{name} {dim}": (name, dim)
     for name in MODIFICATIONS
@@ -256,7 +256,7 @@ USUAL = (str(SWEEPS[2]),)
 
 
 def run_variant(variant: str, *, thorough: bool) -> None:
-    """Raise AssertionError or EmulationFault where a shape shows a difference."""
+    """Raise AssertionError or EmulationFault if a shape shows a difference."""
     if variant in _IN_EVERY_MODE:
         for number in range(len(MODES)):
             _check_modified(
@@ -273,7 +273,7 @@ def run_variant(variant: str, *, thorough: bool) -> None:
             # Keys and values that no row of their sequence sees hold NaN.
             case = poison_unseen(case_of(sweep, number, index, seqlens))
             for n in range(3 if thorough else 1):
-                # From one block that does everything to a block a tile.
+                # From one block for everything to a block for each tile.
                 blocks = (1, 3, None)[(index + n) % 3]
                 launch = launch_of(5 * index + number + 7 * n)
                 check_case(case, kernel=_KERNEL, multiprocessors=blocks, seed=index + n, **launch)

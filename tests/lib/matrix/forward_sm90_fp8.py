@@ -1,7 +1,7 @@
 """Hard problems of forward_sm90 on 8-bit floats.
 
 The bound is the tolerance rule's for kernels that round the weights to 8 bits (`weights_dtype`): pt has that rounding
-too, and what it may cost, taken weight by weight, is below 2.5 * 2^-4 sqrt(sum P^2 V^2).
+too, and its error, taken weight by weight, is below 2.5 * 2^-4 sqrt(sum P^2 V^2).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _KERNEL = "forward_sm90"
 _E5M2 = "float8_e5m2"
 LAUNCHES = (("late", "greedy", 0), ("eager", "lane", 1), ("random", "random", 2), ("late", "lane", 1))
 
-# What computes rows again that are not finite would put right what is NaN by mistake.
+# The code that computes nonfinite rows again would correct a NaN that is a mistake.
 _NONFINITE = "forward_sm90/nonfinite.cuh"
 _MENDING = "if ((found[0] | found[1]) == 0) return;"
 
-# More tiles of keys than stages, more tiles of rows than the two blocks. "unmended" is `odd` in kernels of `unmended`.
+# More tiles of keys than stages, more tiles of rows than the two blocks. "unmended" is "odd" on kernels of `unmended`.
 _SHAPE: dict[str, Any] = {
     "dtype": E4M3,
     "head_dim": 64,
@@ -69,7 +69,7 @@ _PROBLEMS: dict[str, dict[str, Any]] = {
     "nan": {"seqlens": (200, 70), "always": _CAUSAL},
     "capped": {"seqlens": (70, 70), "always": ("softcap", "descales")},
 }
-# The kernel takes maxima of plain products, which a factor that is not positive would turn into minima.
+# The kernel takes maxima of products before they are scaled, and only a positive factor keeps them maxima.
 _Q_DESCALE = {"negative": -1.5, "vanishing": -1e-30, "zero": 0.0, "nan": np.nan, "capped": np.inf}
 _EDGES = ("empty sequences", "own key")
 KERNELS = (_KERNEL,)
@@ -106,7 +106,7 @@ def _case_of(row: str) -> ForwardCase:
 
 
 def run(row: str) -> None:
-    """Raise AssertionError or EmulationFault where the row shows a difference."""
+    """Raise AssertionError or EmulationFault if the row shows a difference."""
     if row == "steady":
         check_steady(_KERNEL, E4M3)
     elif row == "low":
@@ -141,7 +141,7 @@ def _check_case(case: ForwardCase, **launch: Any) -> None:
 
 @contextmanager
 def unmended() -> Iterator[None]:
-    """Have `emulated_forward` build kernels that leave rows as they are which are not finite."""
+    """Have `emulated_forward` build kernels that do not compute nonfinite rows again."""
     build = emulated_forward.module_of
 
     def without(source: KernelSource) -> EmulatedModule:
@@ -157,13 +157,13 @@ def unmended() -> Iterator[None]:
 
 
 def _check_sums(head_dim: int, **launch: Any) -> None:
-    """Sums over many keys keep what tensor cores, which keep 13 fraction bits of a sum, would cut off them."""
+    """Sums over many keys keep what tensor cores would cut off, which keep 13 fraction bits of a sum."""
     q, k, v = many_keys(32768, head_dim)
     answer = run_kernel(problem_of(q, k, v), {"q": q, "k": k, "v": v}, kernel=_KERNEL, multiprocessors=1, **launch)
     check_many_keys(*answer, q, k, v)
 
 
-# Every row of the tile table, both layouts, all options, and the head dims that are filled up.
+# Every row of the tile table, both layouts, all options, and padded head dims.
 SWEEPS = (
     Sweep(E4M3, 64, 64, "causal descales"),
     Sweep(E4M3, 128, 128, "causal window sink_tokens sinks descales", varlen=True, top_left=True),
@@ -175,7 +175,7 @@ SWEEPS = (
     Sweep(E4M3, 256, 256, "causal"),
     Sweep(E4M3, 256, 176, "window sink_tokens sinks alibi softcap descales", varlen=True),
     Sweep(E4M3, 32, 208, "causal window alibi descales", varlen=True),
-    # Of these the weights are e4m3, too.
+    # Here the weights are e4m3 too.
     Sweep(_E5M2, 64, 64, "causal descales"),
     Sweep(_E5M2, 128, 128, "descales", varlen=True),
     Sweep(_E5M2, 96, 128, "causal window sinks softcap descales"),
@@ -190,14 +190,14 @@ USUAL = (str(SWEEPS[1]),)
 
 
 def run_variant(variant: str, *, thorough: bool) -> None:
-    """Raise AssertionError or EmulationFault where a shape shows a difference."""
+    """Raise AssertionError or EmulationFault if a shape shows a difference."""
     number, sweep = _VARIANTS[variant]
     for index, seqlens in enumerate(_SHAPES + (SEQLENS if thorough else ())):
         case = poison_unseen(case_of(sweep, number, index, seqlens))
         for n in range(2 if thorough else 1):
             launch = launch_of(5 * index + number + 7 * n)
             _check_case(case, multiprocessors=(1, 3, None)[(index + n) % 3], seed=index, **launch)
-    if thorough:  # no row of finite values has to be computed again
+    if thorough:  # rows of finite values are right without computing them again
         with unmended():
             for index, seqlens in enumerate(_SHAPES[-2:]):
                 _check_case(case_of(sweep, number, index, seqlens), multiprocessors=3)

@@ -20,8 +20,8 @@ from matrix.forward import LAUNCHES
 
 _KERNEL = "forward_wide"
 
-# Each of several tiles of keys, and with rows and keys that end inside a tile. On sm_86 there is one stage of tiles of
-# 16 keys at head dim 512, on sm_90a there are two of 32 at 320.
+# Several tiles of keys, and rows and keys that end inside a tile. On sm_86 there is one stage of tiles of 16 keys at
+# head dim 512, on sm_90a there are two of 32 at 320.
 _SHAPE: dict[str, Any] = {"dtype": "float16", "head_dim": 512, "seqlens": (40, 75), "varlen": False, "heads": (2, 1)}
 _OPTIONS = ("dropout", "sinks", "bias", "alibi", "softcap")
 _PROBLEMS: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ def _case_of(row: str) -> ForwardCase:
 
 
 def run(row: str) -> None:
-    """Raise AssertionError or EmulationFault where the row shows a difference."""
+    """Raise AssertionError or EmulationFault if the row shows a difference."""
     if row == "far":
         for axis in range(3):
             check_far(_KERNEL, axis)
@@ -78,7 +78,7 @@ def run(row: str) -> None:
         check_case(case, kernel=_KERNEL, arch=arch, delivery=delivery, schedule=schedule, seed=seed, limit_seconds=30.0)
 
 
-# Every row of the tile table, head dims in chunks of every spread, halves that are not alike, every option.
+# Every row of the tile table, every spread of head dims over chunks, unequal halves, every option.
 _SWEEPS = (
     Sweep("bfloat16", 512, None, "causal", arch="sm_80"),
     Sweep("float16", 264, 512, "window sinks bias", arch="sm_86", varlen=True),
@@ -101,7 +101,7 @@ USUAL = (str(_SWEEPS[1]),)
 
 
 def run_variant(variant: str, *, thorough: bool) -> None:
-    """Raise AssertionError or EmulationFault where a shape shows a difference."""
+    """Raise AssertionError or EmulationFault if a shape shows a difference."""
     if variant in _DIMS:
         _check_dim(int(variant.split()[-1]))
         return

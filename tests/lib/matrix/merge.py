@@ -27,12 +27,12 @@ def partials_of(
 
 
 def check_merge(partials: list[Partial], sinks: Any = None, out_dtype: str | None = None, **launch: Any) -> None:
-    """Raise AssertionError where the kernel differs from the merge in float64 by more than the rounding of its sums."""
+    """Raise AssertionError if the kernel differs from the merge in float64 by more than the rounding of its sums."""
     assert_merge_close(run_merge(partials, sinks, out_dtype, **launch), partials, sinks)
 
 
 def with_empty_rows(partials: list[Partial]) -> list[Partial]:
-    """Rows without keys hold NaN; a row of two heads has no keys in any partial, and one partial is empty."""
+    """Rows without keys hold NaN. A row of two heads has no keys in any partial, and one partial is empty."""
     for index, partial in enumerate(partials):
         partial.lse[..., (0, 3), 1] = -np.inf
         partial.lse[..., index % 4, 2] = -np.inf
@@ -43,7 +43,7 @@ def with_empty_rows(partials: list[Partial]) -> list[Partial]:
 
 
 def strided(partial: Partial) -> Partial:
-    """The same numbers in heads of heads-first memory, which begins at an odd element."""
+    """The same numbers in heads-first memory, from element 1 of rows with spare columns."""
     *outer, rows, heads, columns = partial.out.shape
     memory = np.zeros((*outer, heads, rows, columns + 3), partial.out.dtype)
     out = np.swapaxes(memory, -2, -3)[..., 1 : columns + 1]
@@ -79,7 +79,7 @@ _DTYPES: dict[str, tuple[list[Partial], Any, str | None]] = {
 
 
 def gradients_of(partials: list[Partial], dtype: str | None, into_lse: bool, seed: int = 5) -> tuple[Any, Any]:
-    """dout, strided like nothing else, and dlse or None."""
+    """dout, which has strides of its own if the seed is even, and dlse or None."""
     rng = np.random.default_rng(seed)
     out, lse = partials[0]
     dout = rng.standard_normal(out.shape).astype(dtype_of(dtype or out.dtype.name))
@@ -96,7 +96,7 @@ def check_gradients(
     seed: int = 5,
     **launch: Any,
 ) -> None:
-    """Raise AssertionError where the kernel differs from float64 by more than the rounding of its sums."""
+    """Raise AssertionError if the kernel differs from float64 by more than the rounding of its sums."""
     dout, dlse = gradients_of(partials, dtype, into_lse, seed)
     gradients = run_merge_gradients(partials, dout, dlse, sinks, **launch)
     assert_merge_gradients_close(gradients, partials, dout, dlse, sinks)
@@ -121,7 +121,7 @@ _GRADIENT_DTYPES: dict[str, tuple[Any, ...]] = {
 _MERGES: dict[str, tuple[Any, ...]] = {**CASES, **_DTYPES}
 _ALL_GRADIENTS = {f"gradient {name}": case for name, case in {**CASES, **_GRADIENTS, **_GRADIENT_DTYPES}.items()}
 ROWS = (*_MERGES, *_ALL_GRADIENTS)
-# Each a variant to build.
+# Each needs a build of its own.
 RARE = (frozenset(_DTYPES) - {"float32 to bfloat16", "float64"}) | (
     frozenset(f"gradient {name}" for name in _GRADIENT_DTYPES) - {"gradient float64"}
 )
@@ -130,7 +130,7 @@ USUAL: tuple[str, ...] = ()
 
 
 def run(row: str) -> None:
-    """Raise AssertionError or EmulationFault where the row shows a difference."""
+    """Raise AssertionError or EmulationFault if the row shows a difference."""
     for schedule in ("greedy", "lane"):
         if row in _MERGES:
             check_merge(*_MERGES[row], schedule=schedule)
@@ -139,5 +139,5 @@ def run(row: str) -> None:
 
 
 def run_variant(variant: str, *, thorough: bool) -> None:
-    """There are none."""
+    """The family has no variants."""
     raise LookupError(variant, thorough)

@@ -23,7 +23,7 @@ __all__ = ["FAMILIES", "Family"]
 
 
 class Family(Protocol):
-    """A module of `matrix`, whose docstring says what these are."""
+    """A module of `matrix`, whose docstring explains these attributes."""
 
     KERNELS: Sequence[str]
     ROWS: Sequence[str]
