@@ -1,4 +1,4 @@
-"""Tests of other folders, taken over with fixtures of this one."""
+"""Runs tests of another folder with the fixtures of the folder that adopts them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["adopt"]
 
 
 def adopt(module: str, fixtures: set[str], into: dict[str, Any], leave: Collection[str] = ()) -> None:
-    """Take over the tests of a module that use one of these fixtures, which ``into`` defines anew."""
+    """Add to ``into`` the tests of a module that use one of these fixtures, which ``into`` defines itself."""
     for name, function in vars(importlib.import_module(module)).items():
         if not name.startswith("test_") or name in leave:
             continue

@@ -1,4 +1,4 @@
-"""What tests of the benchmark share: a clock that is moved by hand, and a stage on the mock device."""
+"""Shared by tests of the benchmark: a clock that is moved by hand, and a stage on the mock device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAN = Plan(warmup=1, repeats=4, turns=2)
 
 
 class FakeClock:
-    """Milliseconds that pass only when `work` is called. late: how many holds run into their limit."""
+    """Time in milliseconds that passes only when `work` is called. late: how many holds run into their limit."""
 
     def __init__(self, late: int = 0) -> None:
         self.now = 0.0
@@ -84,7 +84,7 @@ class CorruptingContext(RecordingContext):
 def stage(
     clock: FakeClock | None = None, corrupt: Callable[[Any], None] | None = None, **options: Any
 ) -> Iterator[Stage]:
-    """On the mock device, whose launches take no time on the clock."""
+    """A stage on the mock device, whose launches take no time on the clock."""
     opening = RecordingContext("mock", ContextOptions(**options)) if corrupt is None else CorruptingContext("mock")
     if corrupt is not None:
         opening.corrupt = corrupt  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What the tests of the command gpu-actors share."""
+"""Shared by the tests of the command gpu-actors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 __all__ = ["Run", "command_line"]
 
 Run = Callable[..., tuple[int, str, str]]
-"""Runs the command in this process. Gives its exit code, standard output and standard error."""
+"""Runs the command in this process. Returns its exit code, standard output and standard error."""
 
 
 def command_line(*arguments: object) -> list[str]:

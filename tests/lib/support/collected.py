@@ -1,6 +1,6 @@
 """Uses a context while the garbage collector ends waiting tasks. test_collected_tasks.py runs it in its own process.
 
-The collector ends a task that awaits a reply and has no reference left. It does so on the thread that makes an object
+The collector ends a task that awaits a reply and has no reference left. It does so on the thread that creates an object
 at that moment, in the middle of that thread's work, and the task cancels its request from there.
 """
 
@@ -22,7 +22,7 @@ from gpu_actors import ChromeTrace
 
 
 class Forgotten:
-    """Tasks that wait for requests, and of which every collection finds another one in its garbage."""
+    """Tasks that wait for requests. Each collection finds one more of them in its garbage."""
 
     def __init__(self, ask: Callable[[], ga.Reply[Any]]) -> None:
         self._ask = ask
@@ -41,10 +41,10 @@ class Forgotten:
             cycle.append(cycle)
 
     def check(self) -> int:
-        """Each that was forgotten has taken its request back. How many those were."""
+        """Check that each forgotten task has cancelled its request. Returns how many tasks were forgotten."""
         forgotten = self._replies[len(self._tasks) :]
         for reply in forgotten:
-            eventually(reply.done)  # another thread may just be at it
+            eventually(reply.done)  # another thread may be cancelling it
             assert isinstance(reply._call.error, ga.RequestCancelled), reply
         for task in self._tasks:
             task.close()
@@ -56,7 +56,7 @@ async def _wait(reply: ga.Reply[Any]) -> Any:
 
 
 async def while_collecting(forgotten: Forgotten, act: Callable[[], Any]) -> None:
-    """Do something again and again while almost every object that is made begins a collection."""
+    """Do something five times while almost every new object begins a collection."""
     count = 0
     for _ in range(5):
         gc.disable()

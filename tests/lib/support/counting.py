@@ -1,4 +1,4 @@
-"""How often emulated kernels come by a line of their source."""
+"""Counts how often emulated kernels reach a line of their source."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["counting"]
 
 
 def counting(patch: pytest.MonkeyPatch, file: str, place: str, thread: int = 0) -> ctypes.c_longlong:
-    """A count that the emulated kernels raise, one thread of each block, where a line of their source stands."""
+    """A count that one thread of each block raises at ``place``. file: a header, or "" for the kernel's own source."""
     count = ctypes.c_longlong(0)
     patch.setenv("COUNT_AT", str(ctypes.addressof(count)))
-    # A kernel's unit of the emulated device includes nothing of C's library.
+    # An emulated kernel's translation unit includes no header of the C library.
     declared = 'char* variable_named(const char*) __asm__("getenv");\n'
     declared += 'unsigned long long number_in(const char*, char**, int) __asm__("strtoull");\n'
     added = '__atomic_fetch_add((long long*)number_in(variable_named("COUNT_AT"), nullptr, 10), 1, 0);'

@@ -1,4 +1,4 @@
-"""What the cache's tests share: small sources, a compiler that only counts, and child processes."""
+"""Shared by tests of the cubin cache: small sources, a compiler that only counts, and child processes."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def fake_toolchain(*, load: bool = False) -> Toolchain:
 
 
 class CountingCompiler:
-    """Stands for NVRTC where a test is about the cache: answers with bytes that depend on the source's macros.
+    """Replaces NVRTC in tests of the cache: returns bytes that depend on the source's macros and the architecture.
 
-    wait: what a compile waits for.
+    wait: called by each compile.
     """
 
     def __init__(self, size: int = 1000, wait: Callable[[], object] = lambda: None) -> None:
@@ -59,11 +59,11 @@ class CountingCompiler:
 
 
 class Fork:
-    """A process that runs `work` with one end of a pipe, whose other is `end`. It begins as a copy of this one."""
+    """A process that runs `work` with one end of a pipe, whose other end is `end`. It begins as a copy of this one."""
 
     def __init__(self, work: Callable[[Connection], object]) -> None:
         self.end, theirs = multiprocessing.Pipe()
-        with warnings.catch_warnings():  # of forking with threads: none of them is needed
+        with warnings.catch_warnings():  # of forking with threads, which the child does not need
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         if self.pid == 0:
@@ -79,13 +79,13 @@ class Fork:
         return self.end
 
     def __exit__(self, *_: object) -> None:
-        """Nothing that it does comes after this."""
+        """Kill the process and wait for its end."""
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
 
 
 def run_child(code: str, *arguments: object, flags: tuple[str, ...] = ()) -> str:
-    """What a new Python process prints that runs ``code`` with ``sys.argv[1:] == arguments``. It must end well."""
+    """The output of a new Python process that runs ``code`` with ``sys.argv[1:] == arguments``. It must exit with 0."""
     folders = [str(REPOSITORY), str(Path(__file__).parents[1])]
     command = [sys.executable, *flags, "-c", code, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}

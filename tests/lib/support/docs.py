@@ -1,4 +1,4 @@
-"""What the tests of the documentation share: the pages, their Python examples, and running these as a reader would."""
+"""Shared by tests of the documentation: the pages, their Python examples, and running these as a reader would."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def examples(page: Path) -> list[str]:
 
 
 def wants_torch(source: str) -> bool:
-    """Whether an example says that it is for programs with torch, JAX or Ray, which the tests' extra does not bring."""
+    """Whether an example says that it needs torch, JAX or Ray, which the tests' extra does not install."""
     return source.startswith(("# needs torch", "# needs jax", "# needs ray"))
 
 
 def run_example(source: str, names: dict[str, Any], label: str) -> None:
-    """Run an example in a module of these names. ``await`` may stand outside of any function, as in a notebook."""
+    """Run an example in a module of these names. ``await`` may be outside of any function, as in a notebook."""
     with warnings.catch_warnings():
         # Pages say "auto", and there may be no GPU here.
         warnings.simplefilter("ignore", ga.MockDeviceWarning)

@@ -1,4 +1,4 @@
-"""Batches as engines make them, over pages that lie apart, and their attention by torch."""
+"""Batches as engines make them, over scattered pages, and their attention by torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def interleaved(blocks: int) -> list[int]:
-    """The numbers of all blocks but 0, no two neighbours one after the other."""
+    """The numbers of all blocks but 0: the odd ones upwards, then the even ones downwards."""
     return [*range(1, blocks, 2), *range((blocks - 1) // 2 * 2, 1, -2)]
 
 
@@ -58,7 +58,7 @@ class Batch:
         return torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
 
     def block_table(self, blocks: Sequence[int], page_size: int) -> Any:
-        """Each sequence's blocks, of an equal share of ``blocks``; those past its end are -1."""
+        """Each sequence's blocks, from an equal share of ``blocks``; entries past its end are -1."""
         share = len(blocks) // len(self.rows)
         table = torch.tensor(blocks[: share * len(self.rows)], dtype=torch.int32).reshape(-1, share)
         used = (self.seq_lens + page_size - 1) // page_size

@@ -1,4 +1,4 @@
-"""Compile a kernel, read what ptxas made of it, and judge it: what any gate does."""
+"""Compiles a kernel, reads what ptxas made of it, and judges it: shared by all gates."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _REGISTERS_PER_THREAD, _REGISTERS_PER_SM = 255, 65536
 
 
 class Code(NamedTuple):
-    """What became of a kernel. text: its machine code, None where no disassembler is installed."""
+    """A compiled kernel. text: its machine code, None if no disassembler is installed."""
 
     resources: KernelResources
     notes: tuple[str, ...]
     text: str | None
 
     def count(self, pattern: str) -> int | None:
-        """How many instructions match, None where no disassembler is installed."""
+        """How many instructions match, None if no disassembler is installed."""
         return None if self.text is None else len(re.findall(pattern, self.text))
 
 
 def kernel_source(key: DispatchKey | Variant) -> KernelSource:
-    """What is compiled for a key."""
+    """The source of a key."""
     return variant_of(key).source
 
 
@@ -44,7 +44,7 @@ def code_of(source: KernelSource, entry: str) -> Code:
 
 
 def with_bug(source: KernelSource, file: str, old: str, new: str) -> KernelSource:
-    """The same source with a bug in it or in one of its headers: the file must hold the text that is replaced."""
+    """The source with a bug in it or in one of its headers. ``file`` must contain ``old``."""
     text = source.source if file == source.name else source.headers[file]
     assert old in text
     if file == source.name:
@@ -53,12 +53,12 @@ def with_bug(source: KernelSource, file: str, old: str, new: str) -> KernelSourc
 
 
 def register_limit(threads: int, blocks: int = 1) -> int:
-    """Registers a thread may have where so many blocks share a multiprocessor."""
+    """The most registers of a thread with which so many blocks share a multiprocessor."""
     return min(_REGISTERS_PER_THREAD, _REGISTERS_PER_SM // (threads * blocks))
 
 
 def code_faults(code: Code, registers: int) -> list[str]:
-    """What every gate holds against a kernel. registers: the most that a thread may have."""
+    """The faults of a kernel in any gate. registers: the most that a thread may have."""
     resources, local = code.resources, code.count(r"\b(?:LDL|STL)\b")
     checks = {
         f"{resources.spill_bytes} bytes spilled": resources.spill_bytes != 0,

@@ -18,13 +18,13 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def tiny(seed: int = 0, **sizes: int) -> Llama:
-    """Two layers, 4 heads on 2, head_dim 32, and whatever is said otherwise."""
+    """Two layers, 4 heads over 2 KV heads and head_dim 32, unless ``sizes`` says otherwise."""
     config = LlamaConfig.tiny(**{"hidden": 64, **sizes})
     return Llama(config, random_weights(config, seed))
 
 
 def hugging_face_json(config: LlamaConfig, **changes: Any) -> dict[str, Any]:
-    """A config.json of the sizes of ``config``."""
+    """A config.json with the sizes of ``config``."""
     return {
         "model_type": "llama",
         "hidden_act": "silu",
@@ -56,7 +56,7 @@ def write_safetensors(path: Path, tensors: dict[str, Any]) -> None:
 
 
 def write_model(folder: Path, config: LlamaConfig, dtype: Any = np.float32, **changes: Any) -> dict[str, Any]:
-    """A folder in Hugging Face's layout; gives its tensors."""
+    """Write a model in Hugging Face's layout. Returns its tensors."""
     (folder / "config.json").write_text(json.dumps(hugging_face_json(config, **changes)))
     tensors = draw_tensors(config, dtype)
     write_safetensors(folder / "model.safetensors", tensors)
@@ -64,7 +64,7 @@ def write_model(folder: Path, config: LlamaConfig, dtype: Any = np.float32, **ch
 
 
 def write_tokenizer(folder: Path, config: Mapping[str, Any] | None = None, special: Sequence[str] = ()) -> Any:
-    """Save a tokenizer of bytes, ids 0 to 255, then the special tokens; and a tokenizer_config.json if there is one."""
+    """Save a tokenizer of bytes, ids 0 to 255, then special tokens; and ``config`` as its tokenizer_config.json."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -79,11 +79,11 @@ def write_tokenizer(folder: Path, config: Mapping[str, Any] | None = None, speci
 
 
 def write_scripted(folder: Path, follows: Mapping[int, int], vocab: int = 320, **changes: Any) -> None:
-    """A model that says after each token the one that ``follows`` names, and else the token again."""
+    """Write a model that generates after each token the one that ``follows`` names, or else the same token."""
     config = LlamaConfig.tiny(vocab=vocab, hidden=vocab, layers=1, heads=4, kv_heads=4, head_dim=vocab // 4)
     (folder / "config.json").write_text(json.dumps(hugging_face_json(config, **changes)))
     tensors = {name: np.zeros(shape, np.float32) for name, shape in tensor_names(config).items()}
-    # The layer adds nothing, so the row that is left names the token.
+    # The layer adds nothing, so each row remains its token's embedding.
     names = ("model.layers.0.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight")
     tensors |= {name: np.ones(vocab, np.float32) for name in (*names, "model.norm.weight")}
     tensors["model.embed_tokens.weight"] = np.eye(vocab, dtype=np.float32)
@@ -98,7 +98,7 @@ def prompts(count: int, longest: int = 40, seed: int = 0) -> list[list[int]]:
 
 
 def drift(model: Llama, generation: Generation, tokens: Sequence[int], dtype: Any) -> float:
-    """The largest difference of any token's logits to those of the plain model, in units of their spread."""
+    """The largest difference of a logit from the plain model's, in units of their standard deviation."""
     whole = np.array([*generation.prompt, *tokens[:-1]])
     expected = plain_logits(model, whole, dtype)[len(generation.prompt) - 1 :]
     logits = np.stack(generation.logits)

@@ -1,4 +1,4 @@
-"""Reads the machine code of the kernels of sm_90a: main loops, and what runs in which part of them. For tests."""
+"""Reads the machine code of sm_90a kernels: main loops, and the instructions of their parts. For tests."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ __all__ = ["Loop", "instructions_of", "main_loops", "opcodes", "step_of"]
 
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?);")
 _PREDICATE = re.compile(r"^@!?U?P\w+\s+")
-# Of loops, which end with a condition, and of what is passed by. Waits that spin lie behind the loops and jump back
-# into them without one.
+# Conditional branches: ends of loops, and skips. Waits that spin lie behind the loops and jump back into them without a
+# condition.
 _BRANCH = re.compile(r"^@!?U?P\w+\s+BRA\b.*?(0x[0-9a-f]+)")
 _FIRST_WAIT, _LAST_WAIT = "DEPBAR.LE gsb0, 0x1", "DEPBAR.LE gsb0, 0x0"
 
@@ -19,10 +19,10 @@ _FIRST_WAIT, _LAST_WAIT = "DEPBAR.LE gsb0, 0x1", "DEPBAR.LE gsb0, 0x0"
 class Loop(NamedTuple):
     """Instructions of a main loop, counted by opcode without suffixes.
 
-    before: the first wait, for S. overlap: between it and the wait for O, while the tensor cores multiply. after: both.
-    mask: of the overlap, what a branch passes by where a tile needs no mask.
+    before: ahead of the first wait, for S. overlap: between it and the wait for O, while the tensor cores multiply.
+    after: behind both. mask: the part of the overlap that a branch skips if a tile needs no mask.
     alone: the loop waits for all of its products before the softmax, which runs beside other consumers' products only.
-    Then what follows the last wait counts as overlap.
+    Instructions behind the last wait then count as overlap.
     """
 
     before: collections.Counter[str]
@@ -33,7 +33,7 @@ class Loop(NamedTuple):
 
     @property
     def instructions(self) -> int:
-        """Of an iteration without a mask."""
+        """The number in an iteration without a mask."""
         return sum((self.before + self.overlap + self.after).values()) - self.masking
 
     @property
@@ -41,7 +41,7 @@ class Loop(NamedTuple):
         return sum(self.mask.values())
 
     def count(self, opcode: str) -> int:
-        """In the whole loop, its mask included."""
+        """The number in the whole loop, its mask included."""
         return self.before[opcode] + self.overlap[opcode] + self.after[opcode]
 
 
@@ -67,7 +67,7 @@ def opcodes(code: list[str]) -> collections.Counter[str]:
 
 
 def main_loops(code: list[tuple[int, str]], products: int) -> list[Loop]:
-    """The loops with so many products (HGMMA, QGMMA) and at most one wait for S in them, in the order of their code."""
+    """The loops with so many products (HGMMA, QGMMA) and at most one wait for S, in the order of their code."""
     spans = []
     for address, text in code:
         branch = _BRANCH.search(text)
@@ -102,7 +102,7 @@ def _split(body: list[tuple[int, str]]) -> Loop:
 
 
 def _mask(overlap: list[tuple[int, str]]) -> list[str]:
-    """The largest part without special functions that a branch passes by: the wait for keys is four instructions."""
+    """The largest part without special functions that a branch skips; the wait for keys has only four instructions."""
     parts: list[list[str]] = [[]]
     for address, text in overlap:
         if branch := _BRANCH.search(text):
@@ -113,9 +113,10 @@ def _mask(overlap: list[tuple[int, str]]) -> list[str]:
 
 
 def step_of(code: list[tuple[int, str]]) -> tuple[list[str], int]:
-    """The instructions of backward_sm90's main loop that no forward branch passes by, and how many others it has.
+    """The instructions of the main loop of backward_sm90 or decode_sm90 that no forward branch skips, and how many
+    others it has.
 
-    The loop is the shortest one with products and exponentials. What is passed by are masks and what is put aside.
+    The loop is the shortest one with products and exponentials. Branches skip masks and code that rarely runs.
     """
     loops = []
     for address, text in code:

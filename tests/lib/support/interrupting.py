@@ -1,7 +1,7 @@
 """Runs a function at each point of another one at which the interpreter may run a finalizer or a signal handler.
 
 The garbage collector, and on the main thread a signal handler, run between two instructions: after a call, at the start
-of a function or of an iteration, and when an object is made. They may change state in the middle of an operation.
+of a function or of an iteration, and after an object is created. They may change state in the middle of an operation.
 """
 
 from __future__ import annotations

@@ -26,13 +26,13 @@ def spec(**changes: Any) -> dict[str, Any]:
 def opened(
     options: ga.ContextOptions | None = None, isolation: Literal["process"] | None = None, **changes: Any
 ) -> Iterator[tuple[ga.GpuContext, ga.KvCache]]:
-    """A context on mock with a cache of 8 pages of 8 rows."""
+    """A context on mock with a cache, by default of 8 pages of 8 rows."""
     with ga.open_context("mock", options, isolation=isolation) as ctx, ctx.kv_cache(**spec(**changes)) as cache:
         yield ctx, cache
 
 
 class Rows:
-    """Random rows from a seed, and what is known of the sequences that they went into."""
+    """Random rows from a seed."""
 
     def __init__(self, seed: int = 0) -> None:
         self.rng = np.random.default_rng(seed)
@@ -58,12 +58,12 @@ def outcome(reply: ga.Reply[Any]) -> Any:
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> np.ndarray:
-    """What (rows, heads, dim) attend to in (keys, kv_heads, dim), causally."""
+    """Causal attention of q (rows, heads, dim) to k and v (keys, kv_heads, dim)."""
     return attention_forward(q[None], k[None], v[None], **{"causal": True, **options}).out[0]
 
 
 def contents(cache: ga.KvCache, seq: ga.KvSequence) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of a sequence, straight from the pool."""
+    """The rows of a sequence, read from the pool directly."""
     state = cache._find()
     table, group = state.table(seq), state.groups[0]
     pools = (host_view(group.k_pool), host_view(group.v_pool))
@@ -77,12 +77,12 @@ def holds(cache: ga.KvCache, seq: ga.KvSequence, k: np.ndarray, v: np.ndarray) -
 
 
 def in_flight(ctx: ga.GpuContext, launches: int) -> None:
-    """Wait until so many launches are on their way."""
+    """Wait until so many launches are in flight."""
     eventually(lambda: ctx.stats()["kv_cache"].in_flight == launches)
 
 
 def slow(plan: FaultPlan, *launches: int, **options: Any) -> tuple[MockClock, ga.ContextOptions]:
-    """These launches end a second later than they would."""
+    """Options with which these launches end a second later, and their clock."""
     clock = MockClock()
     for launch in launches:
         plan = plan.delay(LATER, launch)

@@ -1,7 +1,7 @@
-"""What is imported while requests are answered, as JSON: python launch_imports.py DEVICE FOLDER
+"""Prints as JSON what is imported while requests are answered: python launch_imports.py DEVICE FOLDER
 
-Every kind of request is made of a context on ``mock``, ``emulated`` or ``cuda``, which here has a fake driver, and
-cubins that no compiler made. They are cached in FOLDER.
+Requests of every kind go to a context on ``mock``, ``emulated`` or ``cuda``, which here has a fake driver and fake
+cubins. Cubins are cached in FOLDER.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def pretend_cuda() -> None:
     from gpu_actors import Cubin, KernelResources, KernelSource
 
     class Kernels(dict[str, Any]):
-        """Any kernel, which does nothing."""
+        """Kernels of any name, which do nothing."""
 
         def __contains__(self, name: object) -> bool:
             return True
@@ -44,7 +44,7 @@ def pretend_cuda() -> None:
         return Cubin(b"image", source.resolve_arch(arch), source.entry_points, "", resources)
 
     kernels = Kernels()
-    kernels["k"] = None  # or it would be false, and taken for none
+    kernels["k"] = None  # FakeCuda would replace an empty dict
     cuda = FakeCuda(kernels)
     select._open = lambda spec, options: CudaDevice(0, options, api=cuda)  # type: ignore[assignment]
     device.caller_streams = lambda index: None  # type: ignore[assignment]
@@ -52,7 +52,7 @@ def pretend_cuda() -> None:
 
 
 def build_few() -> None:
-    """The emulated device builds the first kernel and OWN; others do nothing. One code builds and launches them all."""
+    """Build only the first kernel and OWN; others do nothing. The same code builds and launches all kernels."""
     from inside.emulation import emulated_api
 
     class Idle:
@@ -152,14 +152,14 @@ def main() -> int:
             after(name)
         use_cache(ctx)
         after("cache")
-        if spec == "mock":  # with every operand that there is
+        if spec == "mock":  # with every operand
             for name, entry in ENTRIES.items():
                 entry.ask(ctx, entry.arrays).result(120)
                 after(f"all of {name}")
         ctx.health()
         ctx.stats()
         after("health and stats")
-        if spec == "emulated":  # with nothing built but the executor, which takes seconds
+        if spec == "emulated":  # with only the executor built, which takes seconds
             from inside.emulation import Executor, Toolchain
 
             Executor.of(Toolchain.find(), {}, {}).object_in(None)

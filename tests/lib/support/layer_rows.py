@@ -1,4 +1,4 @@
-"""Rows of caches whose layers differ."""
+"""Rows for caches whose layers differ."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LayerRows:
         return drawn
 
     def new(self, layer: int, *shape: int) -> dict[str, np.ndarray]:
-        """Rows of one layer, by the names that requests have for them."""
+        """Rows of one layer, by their names in requests."""
         spec = self.layers[layer]
         heads, dim, latent = spec.kv_heads or 0, spec.head_dim or 0, spec.latent_dim
         sides = {"c_kv": latent, "k_pe": dim - latent} if latent else {"k": dim, "v": spec.head_dim_v or dim}

@@ -1,4 +1,4 @@
-"""Where commands that check much leave what they found: a table in build/reports, which git ignores."""
+"""Writes the results of commands with many checks: tables in build/reports, which git ignores."""
 
 from __future__ import annotations
 

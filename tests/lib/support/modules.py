@@ -1,4 +1,4 @@
-"""Modules that lie in no package: scripts, examples, the runner of the GPU tests."""
+"""Modules outside of packages: scripts, examples, the runner of the GPU tests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ ROOT = Path(__file__).parents[3]
 
 
 def module_at(path: Path) -> Any:
-    """The module in that file, run anew."""
+    """The module in that file, executed again."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # where its dataclasses look for it
+    sys.modules[path.stem] = module  # its dataclasses look it up there
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""OpenAI's API served from a thread, and answers taken apart. For tests."""
+"""OpenAI's API served from a thread, and parsing of its answers. For tests."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 class Serving(Served):
-    """While entered, an application of these settings answers. Only the tiny model, where nothing else is said."""
+    """While entered, an application of these settings answers, by default with the tiny model alone on mock."""
 
     def __init__(self, **settings: Any) -> None:
-        # No text is refused because this machine would take too long for it.
+        # No text is refused for the time that this machine would need.
         patient = {"leave_seconds": 0.0, "default_timeout": 3600.0}
         settings = {"device": "mock", "models": ("tiny",), "options": MOCK, **patient, **settings}
         app = create_app(ServeSettings(**settings))
@@ -48,7 +48,7 @@ class Serving(Served):
         return self.ask(path, "POST", body=body, headers=named)
 
     def complete(self, **changes: Any) -> Any:
-        """The answer of /v1/completions to HELLO, changed so."""
+        """The answer of /v1/completions to HELLO with these changes."""
         answered = self.post("/v1/completions", {**HELLO, **changes})
         assert answered.status == 200, answered.body
         return answered.json
@@ -59,14 +59,14 @@ class Serving(Served):
         return answered.json
 
     def stream(self, path: str, content: Any, **headers: str) -> list[Any]:
-        """The events of a stream; asserts that it ends as it should."""
+        """The events of a stream. Asserts its status, type and end."""
         answered = self.post(path, {**content, **STREAM}, **headers)
         assert answered.status == 200, answered.body
         assert answered.headers["content-type"] == "text/event-stream; charset=utf-8"
         return events_of(answered.body)
 
     def until_idle(self) -> None:
-        """Wait until no text is left, every page of the cache is free, and no answer holds a place."""
+        """Wait until no text runs or waits, every page of the cache is free, and no request is admitted or waits."""
 
         def idle() -> bool:
             blocks, free, shared = self.engine.pages()
@@ -78,7 +78,7 @@ class Serving(Served):
 
 
 def events_of(body: bytes) -> list[Any]:
-    """The contents of server-sent events. Asserts that each is whole, and that the last one is [DONE]."""
+    """The contents of server-sent events. Asserts that each is complete, and that the last one alone is [DONE]."""
     assert body.endswith(b"\n\n"), body[-100:]
     pieces = body.decode().split("\n\n")[:-1]
     assert all(piece.startswith("data: ") and "\n" not in piece for piece in pieces), pieces
@@ -96,7 +96,7 @@ def chat_text_of(events: Iterable[Any]) -> str:
 
 
 def body_of(raw: bytes) -> tuple[int, bytes]:
-    """The status and the body of a whole answer. Asserts that a chunked one has its last chunk."""
+    """The status and the body of a complete answer. Asserts that a chunked body has its last chunk."""
     head, _, rest = raw.partition(b"\r\n\r\n")
     status = int(head.split()[1])
     if b"transfer-encoding: chunked" not in head.lower():

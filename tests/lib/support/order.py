@@ -1,4 +1,4 @@
-"""As much of an actor's cell as the order of a cache's calls needs."""
+"""A stand-in for an actor's cell, for tests of the order of a cache's calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpu_actors import Call
 
 
 class Cell:
-    """As much of one as a KvOrder needs."""
+    """The part of a cell that a KvOrder needs."""
 
     def __init__(self) -> None:
         self.mailbox = Mailbox("test", 100, 8)

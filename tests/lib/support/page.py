@@ -1,4 +1,4 @@
-"""An application with the page, and readers of its stream."""
+"""An application with the status page, and readers of its stream."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ ERRORS = {"refused": ga.Overloaded("full", 1.0), "late": ga.DeadlineExceeded("la
 
 
 async def answer(request: Request) -> Response:
-    """Answers /answer/ok, and fails as any other name of a path says."""
+    """Answers /answer/ok. Other paths raise the error that they name."""
     if request.path_params["kind"] != "ok":
         raise ERRORS[request.path_params["kind"]]
     return PlainTextResponse("ok")
 
 
 def page_application(device: str = "mock", guard: bool = True, **options: Any) -> Starlette:
-    """options: of the context, which has a `Scripted` too."""
+    """An application with the page. options: of its context, which has a `Scripted` too."""
     context_options = ga.ContextOptions(actors=(Scripted,), **options)
     timed = {name: functools.partial(TIMES.get, name) for name in TIMES}
     routes = [*asgi.routes(), Route("/answer/{kind}", answer)]
@@ -48,7 +48,7 @@ def page_application(device: str = "mock", guard: bool = True, **options: Any) -
 
 
 def lived(app: Any, minutes: float = 5.0) -> None:
-    """Make it look as if clients had been answered for so long: more and more of them, and in the end too many."""
+    """Fill the records as if clients had been answered for so long: more and more of them, and in the end too many."""
     service, board = service_of(app), service_of(app).board
     clients = board._clients
     assert clients is not None
@@ -68,7 +68,7 @@ def lived(app: Any, minutes: float = 5.0) -> None:
 
 
 def pool_application(workers: int = 2, max_restarts: int = 100) -> Starlette:
-    """Over workers whose processes are replaced at once, ``max_restarts`` times."""
+    """An application over workers whose processes are replaced at once, up to ``max_restarts`` times."""
     policy = ga.RestartPolicy(max_restarts=max_restarts, backoff=0.0)
     options = ga.ContextOptions(mock=ga.MockOptions(dtype="float32"), restart=policy)
     return Starlette(lifespan=asgi.lifespan("mock", options, workers=workers), routes=asgi.routes())
@@ -96,7 +96,7 @@ def service_of(app: Any) -> asgi.Service:
 
 
 class Reader:
-    """Reads a stream of events: (event, data, id), one after the other."""
+    """Reads a stream of events (event, data, id) one by one."""
 
     def __init__(self, reply: http.client.HTTPResponse) -> None:
         self.reply = reply
@@ -119,7 +119,7 @@ class Reader:
                 return event, json.loads(data), number
 
     def until(self, holds: Callable[[str, Any], Any]) -> Any:
-        """The data of the first event for which this holds."""
+        """The data of the next event for which ``holds`` is true."""
         while True:
             event, data, _ = self.next()
             if holds(event, data):

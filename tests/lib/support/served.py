@@ -15,7 +15,7 @@ from support.service import eventually
 
 
 class Served:
-    """While entered, the application is answered at ``url``. Raises AssertionError where its startup fails."""
+    """While entered, the application is served at ``url``. Raises AssertionError if its startup fails."""
 
     def __init__(self, app: Any, *, lifespan: Any = "on", http: Any = "auto") -> None:
         self.socket = socket.create_server(("127.0.0.1", 0))
@@ -55,14 +55,14 @@ class Served:
 
     @contextlib.contextmanager
     def raw(self, *lines: str, body: bytes = b"") -> Iterator[socket.socket]:
-        """A connection on which these lines of a head have been sent."""
+        """A connection on which a head of these lines and the body have been sent."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=60) as client:
             client.sendall("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
             yield client
 
 
 class Answered:
-    """What a client got. Names of headers are in lower case."""
+    """A client's response. Names of headers are in lower case."""
 
     def __init__(self, status: int, headers: dict[str, str], body: bytes) -> None:
         self.status = status
@@ -75,7 +75,7 @@ class Answered:
 
     @property
     def error(self) -> str:
-        """The name of the error that a problem tells of."""
+        """The name of the error in a problem+json body."""
         assert self.headers["content-type"] == "application/problem+json", self.body
         assert self.json["status"] == self.status
         kind: str = self.json["type"]
@@ -83,7 +83,7 @@ class Answered:
 
 
 def until(client: socket.socket, ending: bytes) -> bytes:
-    """All that a server sends until that is its end. It may come in pieces."""
+    """What a server sends, in any pieces, until it ends with ``ending``."""
     answer = b""
     while not answer.endswith(ending):
         piece = client.recv(1 << 16)
@@ -93,7 +93,7 @@ def until(client: socket.socket, ending: bytes) -> bytes:
 
 
 def until_closed(client: socket.socket) -> bytes:
-    """All that a server sends until it closes the connection."""
+    """What a server sends until it closes the connection."""
     pieces = []
     while piece := client.recv(1 << 16):
         pieces.append(piece)

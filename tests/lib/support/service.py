@@ -1,4 +1,4 @@
-"""What the tests of the actors share: tiny requests, actors that do as they are told, and waiting without sleeping."""
+"""Shared by tests of the actors: tiny requests, scripted actors, and waiting for conditions."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ REPOSITORY = Path(ga.__file__).parents[1]
 KERNELS_CU = REPOSITORY / "kernels_cu"
 NO_COMPUTE = ga.MockOptions(compute=False)
 AT_ONCE = 30.0
-"""Seconds. Whatever takes less has not waited for something that would take a minute, on however slow a machine."""
+"""Seconds. Work that takes less has not waited for something that takes a minute, even on a slow machine."""
 
 
 def rows(seqlen: int = 1, *, heads: int = 1, dim: int = 8, batch: int = 1, dtype: Any = np.float32) -> np.ndarray:
-    """The same small array every time, (batch, seqlen, heads, dim)."""
+    """A small array (batch, seqlen, heads, dim), the same every time."""
     size = batch * seqlen * heads * dim
     return (np.arange(size) % 7 / 7).astype(dtype).reshape(batch, seqlen, heads, dim)
 
 
 def ask(ctx: ga.GpuContext, **options: Any) -> ga.Reply[ga.AttentionOutput]:
-    """The smallest forward request there is."""
+    """A smallest forward request."""
     return ctx.flash_attn.forward(rows(), rows(), rows(), **options)
 
 
 def eventually(holds: Callable[[], object], timeout: float = 30.0) -> None:
-    """Wait until ``holds()`` is true, or fail. Patient, for a crowded machine may let a thread wait for seconds."""
+    """Wait until ``holds()`` is true, or fail. The timeout is long: a busy machine may delay a thread for seconds."""
     end = time.monotonic() + timeout
     while not holds():
         assert time.monotonic() < end, f"did not come true within {timeout} s"
@@ -50,7 +50,7 @@ def eventually(holds: Callable[[], object], timeout: float = 30.0) -> None:
 
 
 def suspend(pid: int) -> None:
-    """Send SIGSTOP, and wait until no thread of the process runs: until then one may answer what it is sent."""
+    """Send SIGSTOP, and wait until no thread of the process runs, because a running thread may still answer."""
 
     def stopped(thread: Path) -> bool:
         return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"
@@ -62,8 +62,8 @@ def suspend(pid: int) -> None:
 def interrupt(pid: int) -> None:
     """Send SIGINT once the process's main thread waits.
 
-    Python runs a handler between two steps of its interpreter. A signal that arrives after the last step before a wait
-    is therefore seen only when the wait ends. A thread that waits for the interpreter's lock wakes every 5 ms, so one
+    Python runs a handler between two steps of its interpreter, so a signal that arrives after the last step before a
+    wait is handled only when the wait ends. A thread that waits for the interpreter's lock wakes every 5 ms, so one
     that does not wake for longer waits for something else.
     """
 
@@ -81,10 +81,10 @@ def interrupt(pid: int) -> None:
 
 
 def eventually_freed(*references: Callable[[], object]) -> None:
-    """Wait until the objects of these weak references are gone, cycles that only the collector ends included.
+    """Wait until the objects of these weak references are freed, including cycles that only the collector frees.
 
-    An error's traceback holds the frames that saw it raised, and so the replies they name. One collection is not
-    enough: an actor's thread may let go of its request only after it.
+    An error's traceback holds the frames that it passed, and so the replies in them. One collection is not enough,
+    because an actor's thread may release its request only after it.
     """
 
     def gone() -> bool:
@@ -95,7 +95,7 @@ def eventually_freed(*references: Callable[[], object]) -> None:
 
 
 async def comes_true(holds: Callable[[], object], timeout: float = 30.0) -> None:
-    """`eventually` for a coroutine: the loop goes on meanwhile."""
+    """`eventually` for a coroutine: the event loop keeps running."""
     end = time.monotonic() + timeout
     while not holds():
         assert time.monotonic() < end, f"did not come true within {timeout} s"
@@ -103,7 +103,7 @@ async def comes_true(holds: Callable[[], object], timeout: float = 30.0) -> None
 
 
 def has_handled(actor: ga.ActorHandle) -> None:
-    """Wait until the actor has handled all that it was sent before: it refuses a message that it does not know."""
+    """Wait until the actor has handled all earlier messages, when it refuses one that it does not know."""
     reply = actor.submit("no message of its own")
     eventually(reply.done)
     assert isinstance(reply._call.error, ga.InvalidRequest), reply
@@ -117,7 +117,7 @@ def service_threads() -> set[threading.Thread]:
 
 @contextmanager
 def no_threads_left() -> Iterator[None]:
-    """Fail if a thread that was started inside outlives it."""
+    """Fail if a thread that was started inside still runs 30 s after it."""
     threads = service_threads()
     yield
     end = time.monotonic() + 30.0
@@ -127,7 +127,7 @@ def no_threads_left() -> Iterator[None]:
 
 
 def run_python(program: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
-    """Run a program in an interpreter of its own, with this package importable."""
+    """Run a program in a new interpreter that can import this package."""
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200.0, cwd=REPOSITORY, check=False)
     assert not check or done.returncode == 0, done.stderr
@@ -135,7 +135,7 @@ def run_python(program: str, *arguments: str, check: bool = True) -> subprocess.
 
 
 def runs(pid: int) -> bool:
-    """Whether a process runs. One that has ended but was not waited for does not."""
+    """Whether a process runs. A zombie does not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -184,7 +184,7 @@ def launches(work: Callable[[], Any], value: Any = None) -> Callable[[ga.Service
 
 @dataclass
 class Gate:
-    """Work that waits until it is let through."""
+    """Work that waits until the gate is opened."""
 
     opened: threading.Event = field(default_factory=threading.Event)
     entered: threading.Event = field(default_factory=threading.Event)
@@ -199,7 +199,7 @@ class Gate:
 
 @contextmanager
 def scripted(**options: Any) -> Iterator[tuple[ga.GpuContext, ga.ActorHandle]]:
-    """A mock context with a `Scripted` actor, closed without patience."""
+    """A mock context with a `Scripted` actor and a short drain_timeout."""
     options.setdefault("drain_timeout", 2.0)
     with ga.open_context("mock", ga.ContextOptions(actors=(Scripted,), **options)) as ctx:
         yield ctx, ctx.actor(Scripted)

@@ -24,7 +24,7 @@ QUESTIONS = (
     "What does HTTP 404 mean?",
     "Schreibe einen Satz über Katzen. 😀",
 )
-"""Asked by way of the chat template."""
+"""Asked through the chat template."""
 
 PLAIN = (
     "Once upon a time",
@@ -34,17 +34,17 @@ PLAIN = (
     "To be, or not to be",
     "In 1969, Apollo 11",
 )
-"""Continued as they are. One is longer than a step takes."""
+"""Continued without a template. One has more tokens than a step takes."""
 
 
 @cache
 def loaded() -> LoadedModel:
-    """The model, once in a process: it takes seconds and half a gigabyte."""
+    """The model, loaded once in a process because it takes seconds and half a gigabyte."""
     return load_model("smollm2")
 
 
 def prompts() -> list[list[int]]:
-    """Twenty, as tokens."""
+    """All twenty prompts, as tokens."""
     _, _, tokenizer, template = loaded()
     assert template is not None
     texts = [template.render([{"role": "user", "content": question}]) for question in QUESTIONS]

@@ -1,4 +1,4 @@
-"""A cache of four layers and what it holds, for tests of steps that end otherwise than they should."""
+"""A cache of four layers and its contents, for tests of steps that do not end with a normal commit."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ LAYERS, HEADS_Q = 4, 4
 
 Isolation = Literal["process"] | None
 EACH_PLACE = pytest.mark.parametrize("isolation", [None, "process"], ids=["here", "process"])
-"""Where the context is."""
+"""Runs a test with the context in this process and in a child process."""
 
 
 class Model:
-    """A cache of four layers with two sequences of five and of eight rows, and what they hold."""
+    """A cache of four layers with two sequences of five and of eight rows, and their contents."""
 
     def __init__(self, ctx: ga.GpuContext, cache: ga.KvCache) -> None:
         self.ctx, self.cache, self.rows = ctx, cache, Rows(7)
@@ -51,7 +51,7 @@ class Model:
             wait(self.cache.truncate(seq, length))
 
     def check(self) -> None:
-        """Everything is as it was in the beginning, and a step over both sequences is right."""
+        """The cache is as it was in the beginning, and a step over both sequences is right."""
         cache = self.cache
         if not isinstance(self.ctx, IsolatedContext):
             state = cache._find()
@@ -105,7 +105,7 @@ def error_of(ask: Callable[[], Any]) -> Any:
 
 
 def over(model: Model, step: Any, kind: type[ga.GpuActorsError]) -> None:
-    """Every call of a step that has ended raises this, but an abort."""
+    """Every call of an ended step raises ``kind``, except abort."""
     assert isinstance(error_of(lambda: model.attend(step, [0])), kind)
     assert isinstance(outcome(step.commit()), kind)
     assert wait(step.abort()) is None

@@ -1,4 +1,4 @@
-"""Clients of OpenAI's API that have asked for a text and still wait for it. For tests."""
+"""Clients of OpenAI's API that have requested a text and still wait for it. For tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Client", "asking"]
 
 
 class Client:
-    """read: what has come so far."""
+    """A connection that has sent its request. read: the bytes received so far."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -36,7 +36,7 @@ class Client:
 
 @contextlib.contextmanager
 def asking(port: int, path: str, content: Any, *headers: str, begun: bool = True) -> Iterator[Client]:
-    """A client that has sent a request, and hangs up when this is left. begun: its stream has."""
+    """A client that has sent a request, and hangs up on exit. begun: wait until its stream has begun."""
     body = json.dumps(content).encode()
     lines = [f"POST {path} HTTP/1.1", "Host: x", "Connection: close", f"Content-Length: {len(body)}"]
     lines += ["Content-Type: application/json", *headers]

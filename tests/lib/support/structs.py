@@ -1,4 +1,4 @@
-"""Looks into the packed bytes of a kernel's parameter struct."""
+"""Reads the packed bytes of a kernel's parameter struct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of supervision share: two actors that fail on demand, and a context around them."""
+"""Shared by tests of supervision: two actors that fail on demand, and a context with them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import gpu_actors as ga
 
 
 class Worker(ga.ServiceActor):
-    """Counts its incarnations; opens as ``openings`` says and handles a message by calling it."""
+    """Counts its incarnations, calls ``openings`` when it opens, and handles a message by calling it."""
 
     label = "worker"
     openings: ClassVar[Callable[[int], None]] = staticmethod(lambda number: None)
@@ -28,7 +28,7 @@ class Worker(ga.ServiceActor):
 
 
 class Vital(Worker):
-    """A worker that the context cannot do without."""
+    """A worker without which the context fails."""
 
     vital = True
 
@@ -50,20 +50,20 @@ def supervised(
 
 
 def crash(actor: ga.ActorHandle, error: BaseException | None = None) -> ga.ActorFailed:
-    """Make the actor raise; gives the answer of the request that it raised at."""
+    """Make the actor raise. Returns the error of the request at which it raised."""
     with pytest.raises(ga.ActorFailed) as caught:
         actor.submit(raises(error or ZeroDivisionError("on purpose"))).result(30.0)
     return caught.value
 
 
 def alive(actor: ga.ActorHandle, times: int = 1) -> None:
-    """Wait until the actor has been restarted so often and answers."""
+    """Wait until the actor has been restarted ``times`` times and answers."""
     eventually(lambda: actor.restarts == times and actor.state == "running")
     assert actor.submit(answer("alive")).result(30.0) == "alive"
 
 
 class Broken:
-    """A message whose very look-up raises, in whichever actor it comes to."""
+    """A message that raises when any actor looks up its class."""
 
     def __init__(self, cache: int = 0, error: type[BaseException] = ZeroDivisionError) -> None:
         self.cache = cache

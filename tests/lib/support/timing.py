@@ -12,7 +12,7 @@ TRIES = 3
 
 
 def below(limit: float, ratio: Callable[[], float], tries: int = TRIES) -> None:
-    """Fail unless one of a few measurements of a ratio is below the limit: other work on the machine may spoil one."""
+    """Fail unless one of a few measurements of a ratio is below the limit, since other work may spoil one."""
     ratios: list[float] = []
     while len(ratios) < tries:
         ratios.append(ratio())
@@ -24,7 +24,7 @@ def below(limit: float, ratio: Callable[[], float], tries: int = TRIES) -> None:
 def median_seconds(
     work: Callable[[], object], repeats: int = 101, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """The median of what a call takes, in seconds of the clock."""
+    """The median time of a call, in seconds of the clock."""
     times = []
     for _ in range(repeats):
         start = clock()
@@ -34,9 +34,9 @@ def median_seconds(
 
 
 def yardsticks(seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds as a multiple of what a Python loop of 10,000 turns takes, so that a limit holds on slow machines too.
+    """Seconds as a multiple of the time of a Python loop of 10,000 turns, so that a limit holds on slow machines too.
 
-    One is 0.22 ms on the machine that the limits were set on.
+    The loop takes 0.22 ms on the machine on which the limits were set.
     """
     return seconds / median_seconds(_yardstick, 21, clock)
 

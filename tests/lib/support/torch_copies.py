@@ -1,4 +1,4 @@
-"""Copies: the operations of torch that copy from tensors that are watched. For tests that have torch."""
+"""Finds the operations of torch that copy from watched tensors. For tests that have torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["Copies"]
 
 
 class Copies(TorchDispatchMode):  # type: ignore[misc]
-    """While entered, notes operations that read memory that is watched and give other memory.
+    """While entered, notes operations that read watched memory and return other memory.
 
-    copies: their names. nbytes: what they gave. Operators of this package are requests, and no copies.
+    copies: their names. nbytes: of their results. Operators of this package are requests, not copies.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Copies(TorchDispatchMode):  # type: ignore[misc]
         self._watched: set[int] = set()
 
     def watch(self, *tensors: torch.Tensor) -> None:
-        """Watch the memory of these tensors, and of no others."""
+        """Watch the memory of these tensors alone."""
         self._watched = {_memory(x) for x in tensors}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

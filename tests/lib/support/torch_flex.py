@@ -1,4 +1,4 @@
-"""FlexAttention of torch written out: its operands, and its softmax at all places at once in fp64."""
+"""torch's FlexAttention written out: its operands, and its softmax over all scores at once in fp64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def operands(dtype: Any = torch.float64, *, heads_kv: int = HEADS, grad: bool = 
 
 
 def explicit(q: Any, k: Any, v: Any, score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Any, Any]:
-    """The softmax in fp64: the functions are evaluated at all places at once."""
+    """Out and LSE in fp64: the functions are evaluated for all scores at once."""
     q, k, v = (x.double() for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[3])

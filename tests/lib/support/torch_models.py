@@ -59,7 +59,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def MLA() -> Any:
-    """DeepSeek-V3, whose keys are longer than its values."""
+    """A tiny DeepSeek-V3, which has latent attention."""
     config = transformers.DeepseekV3Config(
         **{**SIZES, "num_key_value_heads": 4},
         n_routed_experts=4,
@@ -79,11 +79,11 @@ def MLA() -> Any:
 
 
 def save(folder: Path, build: Callable[[], Any]) -> Path:
-    """A model of random weights with a tokenizer of bytes, whose token 257 ends a text."""
+    """Save a model of random weights with a tokenizer of bytes, whose token 257 ends a text."""
     torch.manual_seed(0)
     model = build()
     for name, parameter in model.named_parameters():
-        if "sinks" in name:  # which are not set at random
+        if "sinks" in name:  # Transformers does not set these at random
             torch.nn.init.normal_(parameter)
     model.save_pretrained(folder)
     template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "

@@ -1,4 +1,4 @@
-"""An event loop whose time moves only while it would sleep, so that minutes of a simulation take no time."""
+"""An event loop whose time advances only when it would sleep, so that a simulation of minutes takes no time."""
 
 from __future__ import annotations
 

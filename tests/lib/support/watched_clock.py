@@ -1,4 +1,4 @@
-"""Clocks that tell who sleeps on them, so that a test knows when nothing more will happen at the present time."""
+"""Clocks that tell which threads sleep on them, so that a test knows when nothing more will happen at this time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["WatchedClock", "WatchedSystemClock"]
 
 
 class _Sleepers:
-    """What time each sleeping thread read before it fell asleep."""
+    """The time that each sleeping thread read before it fell asleep."""
 
     def __init__(self) -> None:
         self._read: dict[int, float] = {}
@@ -44,14 +44,14 @@ class WatchedClock(MockClock):
             self._asleep.wake()
 
     def advance_in_vain(self, seconds: float, sleepers: int = 1) -> None:
-        """Advance once so many threads sleep; return when each has read the new time and sleeps again."""
+        """Advance when so many threads sleep, and return when so many have read the new time and sleep again."""
         eventually(lambda: len(self._asleep.since(self.now())) >= sleepers)
         self.advance(seconds)
         eventually(lambda: len(self._asleep.since(self.now())) >= sleepers)
 
 
 class WatchedSystemClock(SystemClock):
-    """The system's clock, and whether a thread sleeps on it."""
+    """The system's clock, and how many threads sleep on it."""
 
     def __init__(self) -> None:
         self._asleep = _Sleepers()
