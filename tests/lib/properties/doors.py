@@ -1,4 +1,4 @@
-"""The public doors of a context: a problem as the request of each, its answer by packed rows. For tests."""
+"""The public entries (doors) of a context: a problem as a request of each, its answer by packed rows. For tests."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _CUDNN = ("mask", "alignment", "softmax_scale", "bias", "dropout_p", "dropout_se
 
 
 class Door(NamedTuple):
-    """method: the handle's, and where it is found. options: those of a problem that may be asked here.
+    """method: the handle and its method. options: those of a problem that it takes.
 
-    alike: sequences must be equally long.
+    alike: whether sequences must be equally long.
     """
 
     method: str
@@ -65,7 +65,7 @@ DOORS = FORWARD | CACHED | BACKWARD
 
 
 class Answer(NamedTuple):
-    """By packed rows: out (total, heads, dim_v), lse (heads, total) or None; of backward, the gradients."""
+    """By packed rows: out (total, heads, dim_v), lse (heads, total) or None; for backward the gradients."""
 
     out: Any = None
     lse: Any = None
@@ -74,9 +74,9 @@ class Answer(NamedTuple):
 
 @dataclass
 class Asked:
-    """A request: the arguments of its door's method, and what of its arrays must not change.
+    """A request: the arguments of its door's method, and the memory that must not change.
 
-    before: the memory that each array lies in and what it holds; where ``out`` lies, `FILL`. incoming: see `ask_of`.
+    before: the memory of each array and its bytes, with `FILL` in ``out``. incoming: see `ask_of`.
     """
 
     spec: Spec
@@ -100,7 +100,7 @@ def _memory(shape: tuple[int, ...], like: Array, fill: Any) -> Array:
 
 
 def laid_out(array: Array, form: str, fill: Any = None) -> Array:
-    """The same numbers in another form of memory, with ``fill``, by default NaN, in what a view leaves out."""
+    """The same numbers in another memory layout. ``fill``, by default NaN or for integers `FILL`, is around a view."""
     if fill is None:
         fill = np.nan if array.dtype.kind in "fV" else FILL
     if array.ndim == 0 or form == "plain":
@@ -141,7 +141,7 @@ def _base(array: Array) -> Array:
 
 
 def ask_of(spec: Spec, problem: Problem, incoming: dict[str, Any] | None = None) -> Asked:
-    """The request that a spec stands for. Its arrays are its own, in the form that ``how`` names.
+    """The request of a spec. Its arrays are its own, in the forms that ``how`` names.
 
     incoming: packed dout, out and lse of backward; by default a random one and the oracle's results.
     """
@@ -183,7 +183,7 @@ def _out_like(spec: Spec, q: Array, problem: Problem) -> Array:
 
 
 def _stack(arrays: list[Array], longest: int | None = None, right: bool = False) -> Array:
-    """A batch of sequences, with as many rows of NaN as they lack behind them, or before them."""
+    """A batch of sequences, padded with rows of NaN behind them, or before them if ``right``."""
     longest = max(map(len, arrays)) if longest is None else longest
     batch = nan_filled((len(arrays), longest, *arrays[0].shape[1:]), arrays[0].dtype.name)
     for index, array in enumerate(arrays):
@@ -207,7 +207,7 @@ _REQUEST = ("return_lse", "compute", "out_dtype", "lse_dtype", "deterministic", 
 
 
 def _said(spec: Spec, backward: bool) -> dict[str, Any]:
-    """What a request says beside the problem."""
+    """The arguments of a request that are not part of the problem."""
     names = ("compute", "deterministic") if backward else _REQUEST
     return {name: spec.how[name] for name in names if name in spec.how}
 
@@ -234,7 +234,7 @@ def _padded(spec: Spec, problem: Problem, incoming: dict[str, Any]) -> dict[str,
     arguments = {**_batches(spec, problem, longest), **problem.options, **_said(spec, bool(incoming))}
     for side, arrays, most in (("q", problem.q, longest[0]), ("k", problem.k, longest[1])):
         lengths = [len(array) for array in arrays]
-        if side == "q" or min(lengths) < most or spec.seed % 2:  # that all count need not be said
+        if side == "q" or min(lengths) < most or spec.seed % 2:  # if all rows count, it may be left out
             arguments[f"seqused_{side}"] = np.array(lengths, np.int32)
     if incoming:
         cuts = problem.ends["cu_seqlens_q"][1:-1]
@@ -338,7 +338,7 @@ def _attend(spec: Spec, problem: Problem, batch: Batch, tree: Any, alike: bool) 
 
 
 def _new_rows(spec: Spec, problem: Problem) -> list[int]:
-    """How many keys of each sequence a request over a KvCache brings itself: those of its rows, or none."""
+    """How many keys of each sequence a request over a KvCache brings: one for each row, or none."""
     rows = [len(array) for array in problem.q]
     fits = all(count <= keys for count, (_, keys) in zip(rows, problem.lengths, strict=True))
     return rows if spec.how.get("new") and fits else [0] * len(rows)
@@ -358,19 +358,19 @@ _MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
 
 @contextlib.contextmanager
 def sender(ctx: Any, asked: Asked) -> Iterator[Callable[..., Any]]:
-    """The method of the door; of a KvCache, with the keys in it that the request does not bring."""
+    """The method of the door. A KvCache first gets the keys that the request does not bring."""
     if asked.spec.door != "kv_cache":
         handle, method = asked.door.method.split(".")
         yield getattr(getattr(ctx, handle), method)
         return
     problem, page = asked.problem, asked.spec.how.get("page_size", 16)
-    blocks = 2 * sum(-(-len(keys) // page) + 1 for keys in problem.k)  # each may be forked
+    blocks = 2 * sum(-(-len(keys) // page) + 1 for keys in problem.k)  # each sequence may be forked
     sizes = {"num_blocks": blocks, "page_size": page, "kv_heads": problem.heads[1]}
     dims = {"head_dim": asked.spec.dims[0], "head_dim_v": asked.spec.dims[1]}
     cascade = asked.spec.how.get("cascade", "auto")
     with ctx.kv_cache(**sizes, **dims, dtype=problem.k[0].dtype, cascade=cascade) as cache:
         seqs = [cache.create().result(_WAIT) for _ in problem.k]
-        if asked.spec.how.get("turned"):  # a batch need not have them in the order in which they began
+        if asked.spec.how.get("turned"):  # a batch need not have the sequences in the order of their creation
             seqs.reverse()
 
         def append(seq: ga.KvSequence, k: Array, v: Array) -> None:
@@ -378,14 +378,14 @@ def sender(ctx: Any, asked: Asked) -> Iterator[Callable[..., Any]]:
                 cache.append(seq, k, v).result(_WAIT)
 
         for index, new in enumerate(_new_rows(asked.spec, problem)):
-            if asked.spec.shared and index:  # all have the keys of the first
+            if asked.spec.shared and index:  # all have the keys of the first sequence
                 seqs[index] = cache.fork(seqs[0]).result(_WAIT)
                 continue
             k, v = (arrays[index][: len(arrays[index]) - new] for arrays in (problem.k, problem.v))
             half = len(k) // 2 if asked.spec.how.get("forked") else 0
             append(seqs[index], k[:half], v[:half])
             pair = [seqs[index]]
-            if half:  # either may go on, and what the other does with its rows does not matter
+            if half:  # either one continues, and new rows of the other must not matter
                 pair.append(cache.fork(seqs[index]).result(_WAIT))
                 seqs[index] = pair.pop(asked.spec.seed % 2)
             append(seqs[index], k[half:], v[half:])
@@ -400,7 +400,7 @@ def send(ctx: Any, asked: Asked) -> Any:
 
 
 def answer_of(asked: Asked, result: Any) -> Answer:
-    """By packed rows. What a request gives of padding is checked here."""
+    """The answer by packed rows. Checks the padding of results."""
     name, _, backward = asked.spec.door.partition(" ")
     if backward:
         return Answer(gradients=_packed_gradients(name, asked, result))
@@ -446,16 +446,16 @@ def _packed_gradients(name: str, asked: Asked, found: Any) -> ga.AttentionGradie
 
 
 def ask(ctx: Any, spec: Spec, problem: Problem) -> Answer:
-    """The answer of the door, and a look at what must not have changed."""
+    """The answer of the door. Checks that its arrays have not changed."""
     asked = ask_of(spec, problem)
     answer = answer_of(asked, send(ctx, asked))
-    answer = Answer(answer.out.copy(), answer.lse)  # what is looked at next writes over ``out``
+    answer = Answer(answer.out.copy(), answer.lse)  # `check_unharmed` overwrites ``out``
     check_unharmed(asked)
     return answer
 
 
 def check(asked: Asked, answer: Answer, kernels: bool) -> None:
-    """The answer is the oracle's, within its dtype's tolerance. kernels: have answered, which round fp8 weights."""
+    """Check that the answer is the oracle's within tolerance. kernels: have answered; they round fp8 weights."""
     spec, problem = asked.spec, asked.problem
     options = problem.oracle_options
     if spec.door in CACHED and "k_positions" in options and "q_positions" not in options:
@@ -472,7 +472,7 @@ def check(asked: Asked, answer: Answer, kernels: bool) -> None:
         inputs = (asked.incoming["dout"], *problem.packed)
         given = {name: asked.incoming[name] for name in ("out", "lse")}
         if spec.door == "graph backward" and not kernels:
-            given = {}  # the oracle of graphs differentiates them, and reads no results
+            given = {}  # the oracle of graphs differentiates them, and reads no out and LSE
         check_gradients(answer.gradients, *inputs, **given, compute=compute, **options)
         return
     wanted = spec.how.get("out_dtype") or ("bfloat16" if spec.dtype in FP8 else spec.dtype)
@@ -484,7 +484,7 @@ def check(asked: Asked, answer: Answer, kernels: bool) -> None:
 
 
 def _each_third(options: dict[str, Any]) -> dict[str, Any]:
-    """With two empty sequences behind each, as dropout counts those of a padded batch."""
+    """The options with two empty sequences behind each sequence, since dropout counts so in a padded batch."""
     found = dict(options)
     for name, value in options.items():
         if name in ENDS:
@@ -495,7 +495,7 @@ def _each_third(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_unharmed(asked: Asked) -> None:
-    """No array of the request has changed, nor anything around its ``out``. That is written over here."""
+    """Check that no array of the request has changed, nor the memory around ``out``. Overwrites ``out``."""
     if "out" in asked.arguments and not asked.incoming:
         asked.arguments["out"][...] = FILL
     for memory, before in asked.before:

@@ -1,4 +1,4 @@
-"""The operation graphs that say what ``mha_forward`` and ``mha_backward`` compute."""
+"""The operation graphs that compute the same as ``mha_forward`` and ``mha_backward``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def mha_forward_graph(
 def mha_backward_graph(
     params: ga.AttentionParams, arrays: Mapping[MhaUid, Array], *, deterministic: bool = False
 ) -> ga.OperationGraph:
-    """The gradients of `mha_forward_graph`'s output: of q, k and v, and of the bias if there is one.
+    """The gradients of `mha_forward_graph`'s out: of q, k and v, and of the bias if there is one.
 
     arrays: Q, K, V, OUT, STATS, DOUT, and BIAS if there is one.
     """

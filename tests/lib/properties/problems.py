@@ -1,4 +1,4 @@
-"""Attention problems as a list of sequences, whatever layout they are asked in. For tests."""
+"""Attention problems as lists of sequences, for requests of any layout. For tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Array: TypeAlias = npt.NDArray[Any]
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 ENDS = ("cu_seqlens_q", "cu_seqlens_k")
-# Options with an axis of sequences, whatever number of axes they have; slopes have one where they have two.
+# Options that always have an axis of sequences. alibi_slopes have one if they have two axes.
 _OF_SEQUENCES = ("q_positions", "k_positions", "q_descale", "k_descale", "v_descale")
 
 
@@ -30,8 +30,8 @@ class Spec:
     """What a problem and its request are made from, in plain values: its repr is the row of a table.
 
     door: of `doors.DOORS`. rows, keys: of each sequence. shared: those of "q", "k" and "v" that all sequences share.
-    options: of the attention; where an array belongs, what makes it, see `problem_of`.
-    how: of the request, and of the arrays in it.
+    options: of the attention; for an array, how `problem_of` makes it.
+    how: of the request, and of its arrays.
     """
 
     door: str = "dense"
@@ -48,9 +48,9 @@ class Spec:
 
 @dataclass(frozen=True)
 class Problem:
-    """q, k, v: (rows, heads, dim) of each sequence. options: the oracle's, of all sequences.
+    """q, k, v: (rows, heads, dim) of each sequence. options: the oracle's, for all sequences.
 
-    tree: who sees whom among the rows of each sequence, bool (rows, rows), or None.
+    tree: which rows of each sequence see which, bool (rows, rows), or None.
     """
 
     q: list[Array]
@@ -81,7 +81,7 @@ class Problem:
 
     @property
     def oracle_options(self) -> dict[str, Any]:
-        """Beside `packed`."""
+        """The oracle's options for `packed`."""
         trees = self.tree and {"tree_mask": np.concatenate([tree_bits(tree) for tree in self.tree])}
         return {**self.options, **self.ends, **(trees or {})}
 
@@ -94,14 +94,14 @@ class Problem:
             return found.out.astype(dtype), found.lse.astype(np.float32 if dtype.itemsize < 8 else np.float64)
 
     def changed(self, **changes: Any) -> Problem:
-        """With other options."""
+        """The problem with changed options."""
         return dataclasses.replace(self, options={**self.options, **changes})
 
     def without(self, *names: str) -> Problem:
         return dataclasses.replace(self, options={k: v for k, v in self.options.items() if k not in names})
 
     def taken(self, order: list[int]) -> Problem:
-        """With these of the sequences, in this order."""
+        """The problem of these sequences, in this order."""
         options = dict(self.options)
         for name, value in self.options.items():
             if has_sequences(name, value):
@@ -126,11 +126,11 @@ def has_sequences(name: str, value: Any) -> bool:
 
 
 def problem_of(spec: Spec, *, finite: bool = False) -> Problem:
-    """Random numbers from the seed of a spec. finite: a bias hides keys by no -inf.
+    """A problem of random numbers from the seed of a spec. finite: a bias hides no key by -inf.
 
-    Of the options of a spec ``alibi_slopes`` is "heads" or "batch", ``q_positions`` and ``k_positions`` a number of
-    words, ``bias`` (dtype or "", of each sequence?, head?, row?, hides keys?), and True stands for any other array.
-    ``how`` says in "spare" how many rows and keys a bias has too many.
+    In the options of a spec, ``alibi_slopes`` is "heads" or "batch", ``q_positions`` and ``k_positions`` are a number
+    of words, ``bias`` is (dtype or "", of each sequence?, head?, row?, hides keys?), and True stands for any other
+    array. "spare" of ``how`` is how many more rows and keys a bias has.
     """
     rng = np.random.default_rng([spec.seed, 7])
     (heads, heads_kv), (dim, dim_v), batch = spec.heads, spec.dims, len(spec.rows)
@@ -172,7 +172,7 @@ def _bias(rng: np.random.Generator, form: Any, shape: tuple[int, ...], spec: Spe
 
 
 def _places(rng: np.random.Generator, words: int, batch: int) -> Array:
-    """The first position of each sequence, and from two words on its step."""
+    """The first position of each sequence, and if there are two words its step."""
     first, step = rng.integers(0, 12, batch), rng.integers(1, 4, batch)
     return (first if words == 1 else np.stack([first, step], axis=1)).astype(np.int32)
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategies that draw a whole request, by its `Spec`. For tests."""
+"""Hypothesis strategies that draw a whole request as a `Spec`. For tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from properties.problems import FP8, Spec
 __all__ = ["ANY", "Family", "budget", "specs"]
 
 _SMALL = st.integers(0, 6)
-# About edges of tiles, and some keys beyond one.
+# Lengths around the edges of tiles, and a key beyond.
 _LENGTHS = st.one_of(st.integers(0, 9), st.sampled_from((15, 16, 17, 33, 64, 65)))
 _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "causal": st.just(True),
@@ -43,10 +43,11 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
 
 @dataclass(frozen=True)
 class Family:
-    """What requests may be drawn: few kernels answer them where ``options`` are few.
+    """Which requests may be drawn: with few ``options``, few kernels answer them.
 
-    dtypes, dims: to choose from. options: those that each has, as far as its door takes them; None: any of ``pool``.
-    fixed: of ``how``, what all of them say. plain: and they say nothing else. lengths: of sequences.
+    dtypes, dims: to choose from. options: of every request, as far as its door takes them; None: any of ``pool``, or if
+    that is None of the door's. fixed: ``how`` of every request. plain: ``how`` has no other free choices. lengths: of
+    sequences.
     """
 
     doors: tuple[str, ...] = tuple(DOORS)
@@ -63,7 +64,7 @@ ANY = Family()
 
 
 def budget(examples: int) -> settings:
-    """Settings of so many examples; a failure is printed with what repeats it."""
+    """Settings of so many examples. A failure is printed with code that repeats it."""
     return settings(max_examples=examples, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -80,7 +81,7 @@ def specs(draw: st.DrawFn, family: Family = ANY, arch: str = "sm_90a") -> Spec:
     heads_kv, ratio = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (1, 3), (3, 2)]))
     dims = draw(st.sampled_from(family.dims))
     how = _draw_how(draw, family, door, dtype, batch, options)
-    if "bias" in options and door in CACHED:  # it has a key, and unless rows are packed as many as there are
+    if "bias" in options and door in CACHED:  # it has a key or more, and exactly q's rows unless they are packed
         rows_more, keys_more = how.get("spare", (0, 0))
         exact = len(set(rows)) == 1 and "packed_rows" not in how
         how["spare"] = 0 if exact else rows_more, max(keys_more, int(not max(keys)))
@@ -114,7 +115,7 @@ def _draw_lengths(
     else:
         rows = tuple(draw(_SMALL if door in CACHED else lengths) for _ in range(batch))
     keys = (draw(lengths),) * batch if alike else tuple(draw(lengths) for _ in range(batch))
-    if "graph" in door:  # whose tensors have elements
+    if "graph" in door:  # a graph's tensors must not be empty
         rows, keys = (tuple(max(1, length) for length in each) for each in (rows, keys))
     return rows, keys
 
@@ -132,7 +133,7 @@ def _draw_options(draw: st.DrawFn, family: Family, door: str, dtype: str) -> dic
     else:
         names = [name for name in names if not name.endswith("descale")]
     options = {name: draw(_VALUES.get(name, st.just(True))) for name in names}
-    if family.options is not None:  # what one kernel takes
+    if family.options is not None:  # values that one kernel takes
         if options.get("softmax_scale", 1.0) <= 0.0:
             options["softmax_scale"] = 0.7
         if "bias" in options:
@@ -141,9 +142,9 @@ def _draw_options(draw: st.DrawFn, family: Family, door: str, dtype: str) -> dic
         options.pop("alignment", None)
     if "tree_mask" in options:
         options.pop("causal", None)
-    if "bias" in options and door == "graph backward":  # kernels give no gradient of one that is a row's
+    if "bias" in options and door == "graph backward":  # kernels give no gradient of a bias that rows share
         options["bias"] = (*options["bias"][:3], True, options["bias"][4])
-    if "bias" in options and ((dtype in FP8 and not options["bias"][0]) or "graph" in door):  # which adds numbers
+    if "bias" in options and ((dtype in FP8 and not options["bias"][0]) or "graph" in door):  # graphs add numbers
         options["bias"] = ("float32", *options["bias"][1:])
     return options
 
@@ -159,7 +160,7 @@ def _draw_how(
         if not family.plain and field not in how and draw(st.booleans()):
             how[field] = draw(values)
 
-    form = st.sampled_from([form for form in FORMS if form != "columns" or name != "graph"])  # which has whole rows
+    form = st.sampled_from([form for form in FORMS if form != "columns" or name != "graph"])  # its rows are contiguous
     may("forms", st.tuples(form, form))
     if not backward:
         may("return_lse", st.just(True))
@@ -171,7 +172,7 @@ def _draw_how(
     if name in ("cudnn", "graph"):
         options.setdefault("alignment", draw(st.sampled_from(("top_left", "bottom_right"))))
     if (door in FORWARD and door not in ("cudnn", "graph")) or door in CACHED:
-        # Sequences of padded ones follow each other without gaps.
+        # The sequences of a padded ``out`` follow each other without gaps.
         may("out", st.sampled_from(FORMS[:2] if name == "padded" else FORMS[:-1]))
         if free and dtype != "float64":
             may("out_dtype", st.just("float32"))
@@ -191,7 +192,7 @@ def _draw_how(
     if name == "dense":
         may("one", st.just(True))
     if name == "padded" and options.get("dropout_p") and backward and options.get("bias", ("", False))[1]:
-        del options["dropout_p"]  # the gradient of such a bias has no axis for the sequences that dropout counts
+        del options["dropout_p"]  # such a dbias has no place for the empty sequences that dropout counts
     return how
 
 
@@ -221,6 +222,6 @@ def _draw_cached(draw: st.DrawFn, may: Any, how: dict[str, Any], free: bool, doo
 
 
 def _mask(kind: str, width: int) -> dict[str, Any]:
-    """The options of flash_attn that cuDNN's mask of that kind and width is."""
+    """The options of flash_attn for cuDNN's mask of that kind and width."""
     window = {"sliding_window": (width - 1, width - 1), "causal_sliding_window": (width - 1, -1)}
     return {"causal": kind.startswith("causal"), "window_size": window.get(kind, (-1, -1))}

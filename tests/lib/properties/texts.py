@@ -1,4 +1,4 @@
-"""Texts: one sequence of rows, keys and values, whose rows are asked for in many ways. For tests.
+"""Texts: one sequence of rows, keys and values, whose rows are requested in many ways. For tests.
 
 An invariant context gives a row the same bits in all of them.
 """
@@ -36,9 +36,9 @@ __all__ = [
 ]
 
 RICH = {"window_size": (70, -1), "sink_tokens": 3, "softcap": 5.0, "alibi_slopes": "heads", "sinks": True}
-# What a kernel is compiled for differs from form to form, so that the default run has few.
+# Each form compiles kernels of its own, so the default run has few.
 FORMS: dict[str, dict[str, Any]] = {
-    # Far scores, so that maxima rise from tile to tile, of some rows and not of others.
+    # Scores of a wide spread, so that the maxima of some rows rise from tile to tile and others' do not.
     "float16": {"dtype": "float16", "dims": (64, 64), "options": {"softmax_scale": 0.75}},
     "bfloat16, options": {"dtype": "bfloat16", "dims": (40, 24), "options": RICH},
     "float32": {"dtype": "float32", "dims": (5, 3)},
@@ -59,7 +59,7 @@ CACHES: dict[str, dict[str, Any]] = {
     },
     "latents": {"dtype": "bfloat16", "dims": (320, 256), "how": {"latent": True}, "options": {"softmax_scale": 0.2}},
 }
-# Forms that other variants of the kernels answer: of wider heads, of heads that no tensor core takes, and of caches.
+# Forms for other variants of the kernels: wider heads, heads that no tensor core takes, and caches.
 VARIANTS: dict[str, dict[str, Any]] = {
     "128 columns": {"dtype": "float16", "dims": (128, 128), "options": {"softmax_scale": 0.3}},
     "256 columns": {"dtype": "bfloat16", "dims": (256, 256), "options": {"softmax_scale": 0.2}},
@@ -78,18 +78,18 @@ ANY = {
     "alibi_slopes": ("heads", "batch"),
     "sinks": (True,),
 }
-HEADS = ((1, 1), (2, 2), (1, 8), (1, 17))  # of keys, and query heads to each
+HEADS = ((1, 1), (2, 2), (1, 8), (1, 17))  # KV heads, and query heads for each
 FORWARD, CACHED = ("dense", "varlen", "padded"), ("paged", "cache", "pointers", "kv_cache")
-MASKED = ("cudnn", "graph")  # which have a name for each kind of mask
+MASKED = ("cudnn", "graph")  # these name each kind of mask
 
 SPEC = Spec(dtype="float16", rows=(150,), keys=(150,), heads=(4, 1), dims=(64, 64), options={"causal": True})
 
 
 @dataclass(frozen=True)
 class Serving:
-    """How some rows of a text are asked for. first, last: of its rows. neighbours: rows and keys of other sequences.
+    """How rows of a text are requested. first, last: the range of rows. neighbours: rows and keys of other sequences.
 
-    place: of the text among them.
+    place: of the text among the sequences.
     """
 
     door: str
@@ -102,7 +102,7 @@ class Serving:
 
 @st.composite
 def servings(draw: st.DrawFn, length: int, doors: tuple[str, ...], free: bool = False) -> Serving:
-    """free: with places in a cache that ask for variants of their own."""
+    """free: also with leftpad, which needs variants of its own."""
     door = draw(st.sampled_from(doors))
     last = draw(st.integers(1, length))
     rows = 1 if door == "pointers" else draw(st.integers(1, last))
@@ -122,7 +122,7 @@ def servings(draw: st.DrawFn, length: int, doors: tuple[str, ...], free: bool = 
 
 @st.composite
 def texts(draw: st.DrawFn, given: dict[str, Any] | None) -> Spec:
-    """given: what a text is; None: anything."""
+    """given: dtype, dims, options and how of the text; None: any."""
     if given is None:
         names = draw(st.lists(st.sampled_from(sorted(ANY.keys() - {"dtype", "dims"})), unique=True))
         drawn: dict[str, Any] = {name: draw(st.sampled_from(ANY[name])) for name in (*names, "dtype", "dims")}
@@ -136,7 +136,7 @@ def texts(draw: st.DrawFn, given: dict[str, Any] | None) -> Spec:
 
 
 def served(ctx: ga.GpuContext, spec: Spec, text: Problem, serving: Serving) -> tuple[Array, Array]:
-    """Out (rows, heads, dim) and LSE (rows, heads) of the rows that a serving asks for."""
+    """Out (rows, heads, dim) and LSE (rows, heads) of the rows of a serving."""
     mine, known = slice(serving.first, serving.last), DOORS[serving.door].options
     lengths = [(serving.last - serving.first, serving.last), *serving.neighbours]
     rows, keys = zip(*lengths, strict=True)
@@ -169,7 +169,7 @@ def bits(array: Array) -> Array:
 
 
 def differing(ctx: ga.GpuContext, spec: Spec, asked: list[Serving], door: str = "dense") -> list[Serving]:
-    """The servings whose rows have other bits than the whole text, which is asked for at a door."""
+    """The servings whose rows have other bits than the whole text requested at ``door``."""
     text = problem_of(spec)
     out, lse = served(ctx, spec, text, Serving(door, 0, spec.rows[0]))
     found = []
