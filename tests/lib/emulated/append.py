@@ -41,9 +41,10 @@ def module_of(source: KernelSource) -> EmulatedModule:
 
 @dataclasses.dataclass(kw_only=True)
 class AppendCase:
-    """An append with its data. new: rows of each sequence. before: keys of each sequence that are there already.
+    """An append with its data. new: rows of each sequence. before: keys of each sequence in the cache already.
 
-    poison: bytes that caches are filled with, so that a written neighbour shows.
+    Caches are filled with random bytes, so that a written neighbour shows. even: all sequences have the same number of
+    new rows, and the kernel gets no cu_seqlens_q.
     """
 
     new: tuple[int, ...]
@@ -119,7 +120,7 @@ class Operands:
         if case.rope is not None and case.rope.table_rows:
             inv_freq = 10000.0 ** (-np.arange(0, case.rope.dim, 2) / case.rope.dim)
             angles = rope_angles(np.arange(case.rope.table_rows), inv_freq)
-            # Tables of their own: what a kernel computes from the base would differ.
+            # The tables differ from what a kernel would compute from the base.
             self.arrays["rope_cos"] = (1.25 * np.cos(angles)).astype(np.float32)
             self.arrays["rope_sin"] = (1.25 * np.sin(angles)).astype(np.float32)
 
@@ -168,7 +169,7 @@ class Operands:
 
 
 def placed(arrays: dict[str, Any]) -> tuple[dict[str, Buffer], dict[str, EmulatedBuffer]]:
-    """Arrays in the emulated device's memory."""
+    """Put arrays into the emulated device's memory."""
     memory = {name: EmulatedBuffer.of(array, name) for name, array in arrays.items()}
     return {name: buffer_of(array, memory[name].address) for name, array in arrays.items()}, memory
 
@@ -176,7 +177,7 @@ def placed(arrays: dict[str, Any]) -> tuple[dict[str, Buffer], dict[str, Emulate
 def launch_append(
     problem: AppendProblem, buffers: dict[str, Buffer], memory: Sequence[EmulatedBuffer], **launch: Any
 ) -> None:
-    """Nothing where there are no rows. launch: as EmulatedModule.launch takes it."""
+    """Launch append, unless the grid is empty. launch: arguments of EmulatedModule.launch."""
     geometry = append_geometry(problem)
     if all(geometry.grid):
         module_of(kernel_source(append_variant(problem, "sm_90a"))).launch(
@@ -217,7 +218,7 @@ def run(operands: Operands, **launch: Any) -> tuple[list[Any], Any]:
 
 
 def expected(operands: Operands, *, exact: bool) -> list[Any]:
-    """The caches that the oracle makes: in the caches' dtype, or where not exact in float64."""
+    """The oracle's caches: in the caches' dtype, or if not exact in float64."""
     case = operands.case
     caches = [cache.copy() for cache in operands.caches]
     if not exact:
@@ -247,8 +248,8 @@ def expected(operands: Operands, *, exact: bool) -> list[Any]:
 
 
 def check(case: AppendCase, **launch: Any) -> None:
-    """Raise AssertionError unless the caches are the oracle's: bit by bit where nothing is rotated, and everywhere that
-    no new row goes; rotated K and q within what float arithmetic and one rounding may cost."""
+    """Raise AssertionError unless the caches are the oracle's: bit by bit, but for rotated K and q, which may differ by
+    the error of float arithmetic and one rounding."""
     operands = Operands(case)
     caches, q = run(operands, **launch)
     exact = expected(operands, exact=True)
@@ -311,7 +312,7 @@ def run_copy(
     leaving: bool = False,
     **launch: Any,
 ) -> tuple[Any, Any]:
-    """The pools after page copies within them, or from ``pages``. leaving: the pages, after copies to them."""
+    """The pools after page copies within them or from ``pages``; if leaving, ``pages`` after copies to them."""
     arrays = {"k_cache": k_cache, "v_cache": v_cache, "page_pairs": np.asarray(pairs, np.int32).reshape(-1, 2)}
     names = ("cache", "cache")
     if pages is not None:
@@ -333,7 +334,7 @@ def launch_copy(
     target: str = "cache",
     **launch: Any,
 ) -> None:
-    """As `launch_append`, of so many pairs. k_cache, v_cache: for their shapes. source, target: "cache" or "pages"."""
+    """Launch copy_pages for so many pairs. k_cache, v_cache: only their shapes. source, target: "cache" or "pages"."""
     blocks, page_size, heads, dim = k_cache.shape
     dtype = k_cache.dtype.name
     pool = AppendProblem(

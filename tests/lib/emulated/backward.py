@@ -35,9 +35,9 @@ def run(
     dropout_seed: int = 0,
     **launch: Any,
 ) -> AttentionGradients:
-    """The gradients that the kernels give. Outputs start as NaN, scratch as what it is promised to be.
+    """The kernels' gradients. Outputs and scratch start as NaN, but scratch that a program needs zeroed as 0.
 
-    operands: arrays or Strided views by name, dout, out and lse among them; gradients may be, too. launch: arguments of
+    operands: arrays or Strided views by name, with dout, out and lse, and possibly gradients. launch: arguments of
     EmulatedModule.launch.
     """
     key = key_of(problem, arch, kernel)

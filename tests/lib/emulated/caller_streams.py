@@ -1,4 +1,4 @@
-"""Caches on an emulated device whose programs have arrays and streams on it, as on a GPU."""
+"""Caches on an emulated device on which the caller has arrays and streams too, as on a GPU."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ _PLAIN = ContextOptions()
 
 
 class CallerDevice(CudaDevice):
-    """A device whose programs have arrays on it, as on a GPU."""
+    """A device on which callers may have arrays, as on a GPU."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.info = dataclasses.replace(self.info, kind="cuda")
 
     def note_caller(self) -> None:
-        """Note no stream: CuPy would call the real driver, which may be missing."""
+        """Notes no stream: CuPy would call the real driver, which may be missing."""
 
 
 class Program:
-    """A cache on an emulated device, a stream of the caller's, and a cache that is only asked by requests."""
+    """A cache on an emulated device, two streams of the caller, and a plain cache for requests alone."""
 
     def __init__(self, ctx: ga.GpuContext, cache: ga.KvCache, plain: ga.KvCache, seed: int) -> None:
         self.device = cast("CudaDevice", ctx._children.device)
         self.api: Any = self.device.driver.api
         self.context, self.cache, self.plain, self.flash_attn = ctx, cache, plain, ctx.flash_attn
-        self.kept: list[Any] = []  # what the streams' work reads, until the end
+        self.kept: list[Any] = []  # arrays that the streams' work reads, until the end
         self.rng = np.random.default_rng(seed)
         self.streams = [self.api.create_stream() for _ in range(2)]
         self.idle = self.device.memory.empty((1,), "float32")
@@ -60,7 +60,7 @@ class Program:
         return self.rng.standard_normal((LAYERS, 2, count, HEADS, DIM)).astype(np.float16)
 
     def produced(self, value: Any, handle: int | None) -> DeviceArray:
-        """An array that the work of a stream has yet to write, or one that belongs to no stream."""
+        """An array that a stream's work will write, or without a handle one that belongs to no stream."""
         memory = self.device.memory.empty(value.shape, value.dtype.name)
         if handle is None:
             host_view(memory)[...] = value
@@ -71,14 +71,15 @@ class Program:
         return dataclasses.replace(memory, stream=handle, owner=memory)
 
     def consumed(self, array: DeviceArray, handle: int) -> DeviceArray:
-        """A copy of an array, which a stream makes in its order."""
+        """A copy of an array, which a stream makes after its earlier work."""
         copy = self.device.memory.empty(array.shape, array.dtype.name)
         nbytes = int(np.prod(array.shape)) * array.dtype.itemsize
         self.api.copy_on_device(copy.address, array.address, nbytes, handle)
         return copy
 
     def step(self, kept: list[Any], on: Callable[[int], int | None]) -> tuple[ga.Reply[Any], list[Any], list[Any]]:
-        """A step whose layers run on streams. Gives its commit, what the streams' next work read, and what is right."""
+        """A step whose layers run on streams. Returns its commit, outputs as the streams' next work reads them, and the
+        expected ones."""
         k, v, q = self.rows(1), self.rows(1), self.rng.standard_normal((LAYERS, 2, 1, HEADS_Q, DIM)).astype(np.float16)
         # Rows that are still on their way, and a page that the step must copy.
         before = self.rows(1), self.rows(1)
@@ -91,7 +92,7 @@ class Program:
             arrays = [self.produced(one[layer], handle) for one in (q, k, v)]
             out = self.device.memory.empty(q[layer].shape, "float16")
             result = step.attend(layer, *arrays, out=out, stream=handle)
-            # An allocator in the order of the stream would keep what belongs to it; the step holds the others.
+            # A stream-ordered allocator would keep the stream's arrays; the step holds the others.
             kept += [out] if handle is None else [out, *arrays]
             outs.append(result if handle is None else self.consumed(result, handle))
         reply = step.commit()
@@ -105,7 +106,7 @@ class Program:
         return cache.attend(q, seqs, layer=layer).result(20).out
 
     def delay(self, handle: int) -> None:
-        """Give a stream work, so that what is launched there next is late."""
+        """Give a stream work, so that its next launch is late."""
         for _ in range(60):
             self.api.copy_on_device(self.idle.address, self.idle.address, 4, handle)
 
@@ -143,7 +144,7 @@ def program(order: HostOrder, seed: int, options: ContextOptions = _PLAIN, **cha
 
 
 class Graphs:
-    """A graph of all layers over arrays at fixed addresses, and what replays it."""
+    """A graph of all layers over arrays at fixed addresses, and its replays."""
 
     def __init__(self, made: Program) -> None:
         self.made, self.api = made, made.api
@@ -158,7 +159,7 @@ class Graphs:
             step.attend(layer, q, k, v, out=out, stream=handle)
 
     def write(self, handle: int) -> tuple[Any, ...]:
-        """New q, k and v, which a stream puts into the fixed arrays. Gives them by layer."""
+        """Have a stream copy new q, k and v into the fixed arrays. Returns them by layer."""
         made = self.made
         q = made.rng.standard_normal((LAYERS, 2, 1, HEADS_Q, DIM)).astype(np.float16)
         values = q, made.rows(1), made.rows(1)
@@ -170,18 +171,18 @@ class Graphs:
         return values
 
     def delay_the_cache(self) -> None:
-        """Give the cache's own stream work, so that what is launched there next is late."""
+        """Give the cache's own stream work, so that its next launch is late."""
         self.made.delay(self.made.cache._handle._cell.stream.handle)
 
     def wanted(self, twins: Any, values: Any) -> list[Any]:
-        """What a cache that is only asked by requests answers."""
+        """The answers of the plain cache."""
         made = self.made
         q, k, v = values
         made.plain.append(twins, k, v).result(20)
         return [made.attended(made.plain, twins, layer, q[layer]) for layer in range(LAYERS)]
 
     def capture(self, **options: Any) -> tuple[ga.KvCapture, Any, Any]:
-        """Warm a step up, capture it, commit it. Gives the outputs beside what is right."""
+        """Warm a step up, capture it, commit it. Returns the capture, the outputs and the expected ones."""
         made, (warm, recorded) = self.made, self.made.streams
         values = self.write(warm)
         step = made.cache.step(made.seqs, heads_q=HEADS_Q, **options).result(20)

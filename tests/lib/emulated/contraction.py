@@ -1,10 +1,10 @@
 """Runs the kernels' tests with products fused into sums, or without. For tests.
 
-ptxas fuses `a * b - c` where it can; the emulated device does so only if it is told to. Numbers that hold in one of the
-two alone would pass here and be wrong on a GPU, or the other way round. Host compilers fuse less than ptxas does: they
-leave a product alone that is used elsewhere, too. So machine code is looked at besides (exponents.py).
+ptxas fuses `a * b - c` if it can; the emulated device does so only on request. Numbers that are right in only one of
+these modes could pass here and be wrong on a GPU. Host compilers fuse less than ptxas does: they do not fuse a product
+that is also used elsewhere. So the gates check machine code too (gates/exponents.py).
 
-The hardware's other habits are modes as well: functions that err as far as they may, sums that tensor cores cut off.
+Other properties of the hardware are a mode too: functions with their largest errors, sums that tensor cores cut off.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _arithmetic: Arithmetic = "nearest"
 
 @contextmanager
 def fused_products(fused: bool | Literal["random"] = True) -> Iterator[None]:
-    """Build kernels with products fused into sums in the meantime, in some blocks of code alone, or without."""
+    """While entered, build kernels with products fused into sums, in random blocks of code alone, or not at all."""
     global _fused
     previous, _fused = _fused, fused
     try:
@@ -37,7 +37,7 @@ def fused_products(fused: bool | Literal["random"] = True) -> Iterator[None]:
 
 @contextmanager
 def like_hardware() -> Iterator[None]:
-    """Let kernels compute with the hardware's errors in the meantime, where a launch does not say otherwise."""
+    """While entered, kernels compute with the hardware's errors, unless a launch says otherwise."""
     global _arithmetic
     previous, _arithmetic = _arithmetic, "hardware"
     try:
@@ -47,7 +47,7 @@ def like_hardware() -> Iterator[None]:
 
 
 def arithmetic() -> Arithmetic:
-    """What launches compute with."""
+    """The arithmetic of launches."""
     return _arithmetic
 
 

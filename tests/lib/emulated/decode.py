@@ -42,7 +42,7 @@ ARRAYS = ("alibi_slopes", "sinks", *DESCALES, *POSITIONS)
 
 @dataclass
 class DecodeCase:
-    """A batch, where its keys and values lie, and the options of the request.
+    """A batch, the layout of its keys and values, and the options of the request.
 
     layout: "paged", "cache" or "pointers". rows: new rows of each sequence, the last of q's; None where all are q's.
     latent: values are the first columns of keys.
@@ -64,7 +64,7 @@ class DecodeCase:
 
     @functools.cached_property
     def packed_rows(self) -> Any:
-        """Which rows of q there are, (batch, rows)."""
+        """Which rows of q exist, bool (batch, rows)."""
         most = self.batch.q.shape[1]
         rows = np.full(len(self.batch.k), most) if self.rows is None else np.array(self.rows)
         return np.arange(most) >= most - rows[:, None]
@@ -110,7 +110,7 @@ class DecodeCase:
         return Batch(self.batch.q, k, v)
 
     def operands(self) -> dict[str, Any]:
-        """What a request of this layout hands to the kernels, by name."""
+        """The operands of the kernels for a request of this layout, by name."""
         arrays = {name: self.options[name] for name in ARRAYS if name in self.options}
         stored = self.stored
         arrays |= {"q": self.q, "cache_seqlens": stored.lengths}
@@ -146,7 +146,7 @@ class DecodeCase:
 
 
 def _laid_out(array: Any, index: int, side: int) -> Any:
-    """An array (heads, rows, dim) in device memory, with more rows the later it comes, and strides of its own."""
+    """An array (heads, rows, dim) in device memory, with more rows for a larger index, and strides of its own."""
     number, more = index + side, 1 + index * 3 // 2
     heads, rows, dim = array.shape
     room = rows + more
@@ -237,7 +237,7 @@ def device_of(arch: str = "sm_80", **emulation: Any) -> CudaDevice:
 
 
 def allocate(shape: tuple[int, ...], dtype: str) -> Any:
-    """Memory of the device as an array of the host, which launches on any device read and write in place."""
+    """Device memory as an array of the host, which launches on any device read and write in place."""
     return host_view(device_of().allocate(shape, dtype))
 
 
@@ -254,10 +254,10 @@ def run(
     padding: int = 0,
     **emulation: Any,
 ) -> tuple[Any, Any]:
-    """(out, lse) of the kernels. operands, problem: in place of the case's own. kernel: the one that attends.
+    """(out, lse) of the kernels. operands, problem: instead of the case's own. kernel: the one that attends.
 
-    zero: whether the output begins as 0; else it begins as NaN. padding: elements between the rows of q and of the
-    output, which are NaN and stay so.
+    zero: whether the output begins as 0, not as NaN. padding: elements between the rows of q and of the output, which
+    are NaN and must stay NaN.
     """
     operands = case.operands() if operands is None else operands
     problem = problem_of(case, operands) if problem is None else problem
@@ -270,7 +270,7 @@ def run(
     outputs = outputs_of(problem, operands)
     outputs["out"] = outputs["out"]._replace(zero=zero)
     memory, dim = None, problem.head_dim_v
-    if padding:  # as an input that the kernels write in place: the device gives outputs memory of their own
+    if padding:  # the output is an input that kernels write in place, because the device allocates outputs itself
         memory = _spaced((*outputs["out"].shape[:-1], dim + padding), outputs.pop("out").dtype)
         q = _spaced((*operands["q"].shape[:-1], problem.head_dim + padding), problem.dtype)
         q[..., : problem.head_dim] = operands["q"]
@@ -312,7 +312,7 @@ def positions_on_the_device(case: DecodeCase, ranges: int) -> Any:
 
 
 def check_results(case: DecodeCase, out: Any, lse: Any) -> float:
-    """Compare with the oracle over packed sequences."""
+    """Compare results with the oracle's for packed sequences."""
     k, v, ends_k = case.batch.packed
     q = case.q.reshape(-1, *case.q.shape[-2:])
     if case.rows is None:

@@ -21,7 +21,7 @@ __all__ = ["check_far_gradients", "check_far_scratch"]
 
 SHAPE = (2, 2, 2, 64)
 FAR = 3 << 28
-"""Rows before the packed sequence, whose lse and delta alone are more than 2^31 floats."""
+"""Rows before the packed sequence, whose lse and delta together are more than 2^31 floats."""
 
 
 def split(name: str, axis: int) -> int:
@@ -29,7 +29,7 @@ def split(name: str, axis: int) -> int:
 
 
 def check_far_gradients(axis: int) -> None:
-    """Compare those of backward_mma with the oracle. axis: 0, 1 or 2 for two far sequences, rows or heads."""
+    """Compare backward_mma's gradients with the oracle's. axis: 0, 1 or 2 for two far sequences, rows or heads."""
     arrays: dict[str, Any] = {name: gaussian(n, SHAPE, "float16") for n, name in enumerate(("dout", "q", "k", "v"))}
     inputs = [arrays[name] for name in "qkv"]
     result = attention_forward(*inputs, causal=True)
@@ -64,7 +64,7 @@ def check_far_gradients(axis: int) -> None:
 
 
 def check_far_scratch(kernel: str, arch: str) -> None:
-    """Everything that rows of queries have lies behind that of rows that are not there."""
+    """The arrays and scratch of q's rows lie behind those of `FAR` rows that have no memory."""
     rows, keys, heads, dim = 70, 90, 2, 64
     arrays: dict[str, Any] = {
         name: gaussian(n, (rows if name in ("dout", "q") else keys, heads, dim), "float16")
@@ -82,7 +82,7 @@ def check_far_scratch(kernel: str, arch: str) -> None:
     there = {}
     for name, spec in program.scratch.items():
         slots = spec.shape[0]
-        if name in ("statistics", "dq_sums"):  # of slots: the last ones, as many as the rows alone would have
+        if name in ("statistics", "dq_sums"):  # only the last slots, as many as the rows alone would have
             slots = query_slots(dataclasses.replace(problem, total_q=rows), tile_of(key).block_m)
         there[name] = filled((slots, *spec.shape[1:]), spec.dtype, spec.zero)
     memory = {name: EmulatedBuffer.of(array, name) for name, array in {**arrays, **there}.items()}

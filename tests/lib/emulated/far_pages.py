@@ -1,4 +1,4 @@
-"""Runs decode kernels over caches whose rows or pages lie further apart than 32 bits count, with nothing between."""
+"""Runs decode kernels over caches whose rows or pages lie too far apart for 32-bit offsets, with no memory between."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from support.gate import kernel_source
 
 __all__ = ["check_far_pages", "check_far_rows"]
 
-# decode_mma counts chunks of 16 bytes, of which 32 bits reach 64 GiB. Further on lie the far page, and the last row.
+# decode_mma counts chunks of 16 bytes, of which 32 bits reach 64 GiB. The far page and the last row lie beyond that.
 PAGES_APART, ROWS_APART = 20 << 30, 24 << 30  # bytes from one to the next
-LAST = 4  # the far page's number; those between are not there
+LAST = 4  # the far page's number; pages between have no memory
 ROWS, DIM = 16, 32
 
 
 def _heads(kernel: str) -> int:
-    """Of q, over one head of keys: as few as the kernel takes."""
+    """Heads of q over one KV head: as few as the kernel takes."""
     return 16 if kernel == "decode_sm90" else 2
 
 
 class FarPool(EmulatedBuffer):
-    """A pool of float16 of which some parts are there: those along ``axis`` lie ``apart`` bytes one behind the other.
+    """A pool of float16 of which only some parts have memory. Parts along ``axis`` begin ``apart`` bytes apart.
 
-    parts: by their place along the axis, at most a page of memory each. shape: of the whole pool, whose other axes have
+    parts: by their index along the axis, at most a page of memory each. shape: of the whole pool, whose other axes have
     no gaps.
     """
 
@@ -61,7 +61,7 @@ class FarPool(EmulatedBuffer):
 
 
 class FarBytes:
-    """All of a mapping's pages as bytes, whether they may be touched or not."""
+    """All of a mapping's pages as bytes, accessible or not."""
 
     def __init__(self, mapping: Mapping) -> None:
         self.mapping = mapping
@@ -73,7 +73,7 @@ class FarBytes:
 
 
 def check_far_pages(kernel: str = DECODE, apart: int = PAGES_APART, **launch: Any) -> None:
-    """Two pages of a pool. Compare with the oracle. launch: as EmulatedModule.launch takes it."""
+    """Compare with the oracle over two pages of a pool. launch: arguments of EmulatedModule.launch."""
     batch = random_batch(0, (2 * ROWS,), heads=(_heads(kernel), 1), dim=DIM, dtype="float16")
     shape = (LAST + 1, ROWS, 1, DIM)
     pools = {
@@ -85,7 +85,7 @@ def check_far_pages(kernel: str = DECODE, apart: int = PAGES_APART, **launch: An
 
 
 def check_far_rows(kernel: str = DECODE, apart: int = ROWS_APART, **launch: Any) -> None:
-    """Four rows of a dense cache. As `check_far_pages`."""
+    """As `check_far_pages`, over four rows of a dense cache."""
     batch = random_batch(0, (4,), heads=(_heads(kernel), 1), dim=DIM, dtype="float16")
     shape = (1, 4, 1, DIM)
     pools = {
@@ -104,7 +104,7 @@ def check_over(
     shape: Sequence[int],
     **launch: Any,
 ) -> None:
-    """Launch a case over pools of a shape. others: operands that go with them."""
+    """Launch a case over pools of a shape and compare with the oracle. others: further operands."""
     batch = case.batch
     near = np.zeros(shape, np.float16)
     operands = {"q": batch.q, **dict.fromkeys(pools, near), "cache_seqlens": batch.lengths, **others}

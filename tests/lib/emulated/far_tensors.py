@@ -18,14 +18,14 @@ from gpu_actors.testing import check_output
 __all__ = ["APART", "AXES", "check_far", "far_buffer", "far_halves"]
 
 DIM = 32
-# Where batch, rows and heads are in each operand.
+# The axes of batch, rows and heads in these operands.
 AXES = {"bias": (0, 2, 1), "lse": (0, 2, 1)}
 SHAPES = {"bias": (2, 2, 2, 2), "lse": (2, 2, 2)}
 APART = 12 << 30  # bytes
 
 
 def check_far(kernel: str, axis: int, **launch: Any) -> None:
-    """Compare with the oracle. axis: 0, 1 or 2 for two far sequences, rows or heads. launch: as `run` takes it."""
+    """Compare with the oracle. axis: 0, 1 or 2 for two far sequences, rows or heads. launch: as the module takes it."""
     arrays = {name: gaussian(n, (2, 2, 2, DIM), "float16") for n, name in enumerate("qkv")}
     biased = kernel != "forward_sm90"
     if biased:
@@ -69,11 +69,11 @@ def check_far(kernel: str, axis: int, **launch: Any) -> None:
 
 
 def far_halves(make: Callable[[int], dict[str, EmulatedBuffer]], apart: int = APART) -> list[dict[str, EmulatedBuffer]]:
-    """The buffers of half 0 and of half 1, wherever the system puts memory: all of one more than ``apart`` bytes from
-    all of the other."""
+    """The buffers of half 0 and of half 1. Each of one half begins more than ``apart`` bytes from each of the other,
+    wherever the system puts memory."""
     first, rejected = make(0), []
     for _ in range(50):
-        # Takes the place that the second half would be given, as do halves that came to lie near.
+        # The mapping takes the place that the next second half would get, as do rejected halves.
         second = make(1)
         rejected.append((second, Mapping(0, guard=apart)))
         if all(abs(a.address - b.address) > apart for a in first.values() for b in second.values()):

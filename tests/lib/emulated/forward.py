@@ -81,14 +81,14 @@ def key_of(problem: AttentionProblem, arch: str = "sm_90a", kernel: str = "forwa
 
 def module_of(source: KernelSource) -> EmulatedModule:
     compiler = contraction.toolchain()
-    brief = contraction.arithmetic() == "nearest" and not compiler.contraction  # as in no sweep
+    brief = contraction.arithmetic() == "nearest" and not compiler.contraction  # never in a sweep
     if brief and "forward_simple" in source.entry_points:
         compiler = _Quick(**vars(compiler))
     return _module(source, compiler)
 
 
 class _Quick(Toolchain):
-    """Builds `forward_simple` in two thirds of the time. A launch takes three times as long, and is short in tests."""
+    """Builds `forward_simple` in two thirds of the time. A launch takes three times as long, but is short in tests."""
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -127,8 +127,8 @@ def run(
 ) -> tuple[Any, Any]:
     """(out, lse) of a kernel. Outputs start as NaN.
 
-    operands: arrays or Strided views by name; ``out`` may be among them, and score_max and score_sum_exp, which are
-    filled. score_scalars: of the problem's score modification. launch: arguments of EmulatedModule.launch.
+    operands: arrays or Strided views by name; ``out``, score_max and score_sum_exp may be among them, and are filled.
+    score_scalars: of the problem's score modification. launch: arguments of EmulatedModule.launch.
     """
     key = key_of(problem, arch, kernel)
     rows = (problem.total_q,) if problem.layout == "varlen" else (problem.batch, problem.seqlen_q)

@@ -1,4 +1,4 @@
-"""What the tests of every kernel of gradients share: their cases, their operands, and the edges that each must hold.
+"""Shared by the tests of all gradient kernels: cases, operands, and edge cases that each must pass.
 
 launch: arguments of `run` that name the kernel, such as ``kernel`` or ``arch``.
 """
@@ -34,8 +34,8 @@ __all__ = [
 
 
 def case_of(sweep: Sweep, seed: int, seqlens: tuple[int, int], **choices: Any) -> BackwardCase:
-    """Every second bias hides keys. The gradients of rows that see hidden keys alone have no digits: such rows are left
-    out of the sum, as docs/training.md says."""
+    """A case in which every second bias hides keys. Gradients of rows that see only hidden keys have no correct digits,
+    so dout of such rows is 0, as docs/training.md advises."""
     case = random_backward(
         seed,
         compute=sweep.compute,
@@ -59,7 +59,7 @@ def case_of(sweep: Sweep, seed: int, seqlens: tuple[int, int], **choices: Any) -
 
 
 def answered(case: BackwardCase, options: dict[str, Any], compute: str | None = None) -> BackwardCase:
-    """The case with these options, and with what the forward answers to them. compute: as for `random_backward`."""
+    """The case with these options, and with the forward's out and LSE for them. compute: as for `random_backward`."""
     inputs = case.forward.inputs if compute is None else round_inputs(*case.forward.inputs, compute)
     result = attention_forward(*inputs, **options)
     out, lse = result.out.astype(case.out.dtype), result.lse.astype(np.float32)
@@ -76,13 +76,13 @@ def problem_and_operands(dout: Any, q: Any, k: Any, v: Any, **options: Any) -> t
 
 
 def operands_of(rows: int, keys: int, *, batch: int = 1, heads: int = 2, heads_kv: int = 2) -> list[Any]:
-    """dout, q, k, v in float16, of a dim that every family of tests compiles."""
+    """dout, q, k, v in float16, with a head_dim that every family of tests compiles."""
     shapes = [(batch, n, h, 64) for n, h in ((rows, heads), (rows, heads), (keys, heads_kv), (keys, heads_kv))]
     return [gaussian(n, shape, "float16") for n, shape in enumerate(shapes)]
 
 
 def check(launch: dict[str, Any], *arrays: Any, **options: Any) -> AttentionGradients:
-    """The gradients of these arrays (dout, q, k, v), which agree with the oracle's."""
+    """Compare the gradients of these arrays (dout, q, k, v) with the oracle's, and return them."""
     problem, operands = problem_and_operands(*arrays, **options)
     gradients = run(problem, operands, **launch)
     check_gradients(gradients, *arrays, out=operands["out"], lse=operands["lse"], **options)
@@ -109,7 +109,7 @@ def check_sequences_longer_than_said(launch: dict[str, Any], rows: int) -> None:
 
 
 def check_float16_range(launch: dict[str, Any], of_dout: float, of_v: float, **options: Any) -> None:
-    """Gradients from a dO and a V of these standard deviations, whose dS may be beyond or below what float16 keeps."""
+    """Check gradients from a dO and a V of these standard deviations, with a dS beyond or below float16's range."""
     dout, q, k, v = operands_of(150, 150)
     dout, v = ((x.astype(float) * factor).astype(np.float16) for x, factor in ((dout, of_dout), (v, of_v)))
     check(launch, dout, q * np.float16(0.01), k * np.float16(0.01), v, **options)
@@ -120,7 +120,7 @@ def check_lse_gradient(launch: dict[str, Any]) -> None:
     problem, operands = problem_and_operands(dout, q, k, v, causal=True)
     dlse = gaussian(9, operands["lse"].shape)
     gradients = run(problem, {**operands, "dlse": dlse}, **launch)
-    # An output that has the same products with dout and dlse less.
+    # An output whose products with dout are less by dlse.
     wide = dout.astype(np.float64)
     share = np.moveaxis(dlse, 1, 2)[..., None] * wide / np.square(wide).sum(-1, keepdims=True)
     saved = {"out": operands["out"] - share, "lse": operands["lse"]}
@@ -136,7 +136,7 @@ def padded_view(seed: int, length: int, heads: int, padding: int) -> Strided:
 
 
 def check_padded_views(launch: dict[str, Any], read: int, written: int) -> None:
-    """Transposed padded views are read and written in place. read, written: elements between rows."""
+    """Transposed padded views are read and written in place. read, written: elements on each side of a row."""
     rows, keys = (137, 4), (170, 2)
     dout, q, k, v = (padded_view(n, *shape, read) for n, shape in enumerate((rows, rows, keys, keys)))
     shapes = {"dq": rows, "dk": keys, "dv": keys}

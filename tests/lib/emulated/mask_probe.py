@@ -1,4 +1,4 @@
-"""The functions of a mask, held against what its rows see pair by pair."""
+"""Compares the functions of a mask with the keys that its rows see, pair by pair."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _random_case(rng: np.random.Generator, mask: str, positioned: bool) -> list[
 
 
 def examine(mask: str, positioned: bool, cases: int = 400) -> None:
-    """Raise AssertionError where an answer of the mask contradicts what the rows see, pair by pair."""
+    """Raise AssertionError if an answer of the mask contradicts the keys that the rows see, pair by pair."""
     rng = np.random.default_rng(len(mask))
     inputs = np.array([_random_case(rng, mask, positioned) for _ in range(cases)], np.int32)
     source, result = EmulatedBuffer.of(inputs, "in"), EmulatedBuffer((3 + 3 + 2 + 3 + 2 + 24) * 4 * cases, "out")

@@ -1,4 +1,4 @@
-"""Memory of the emulated device as arrays of the host, which may read and write it where it lies."""
+"""Memory of the emulated device as arrays of the host, which reads and writes it in place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["host_view", "operand", "run_launch"]
 
 
 class _Memory:
-    """owner: the array on the device, whose memory lives as long as an array over this."""
+    """owner: the array on the device. Its memory lives as long as a NumPy array over this object."""
 
     def __init__(self, owner: DeviceArray) -> None:
         self.owner = owner
@@ -24,14 +24,14 @@ class _Memory:
 
 
 def host_view(array: Any) -> np.ndarray[Any, Any]:
-    """A contiguous array on the device as an ndarray over the same memory. One of the host is given back."""
+    """A contiguous array on the device as an ndarray over the same memory. An ndarray is returned as it is."""
     if isinstance(array, np.ndarray):
         return array
     return np.asarray(_Memory(array)).view(array.dtype).reshape(array.shape)
 
 
 def operand(array: Any) -> Any:
-    """An array as a launch takes it: what is a view of `host_view` as an array on the device."""
+    """An array for a launch: a view of a `host_view` becomes a DeviceArray, and others stay as they are."""
     owner: Any = array
     while isinstance(owner, np.ndarray):
         owner = owner.base

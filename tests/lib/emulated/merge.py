@@ -1,4 +1,4 @@
-"""Runs the merge kernel on the CPU over arrays. For tests."""
+"""Runs the kernels of the merge and of its gradient on the CPU over arrays. For tests."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def merge_problem(partials: Sequence[Partial], sinks: Any = None, out_dtype: str
 
 
 def placed(arrays: dict[str, Any]) -> tuple[dict[str, EmulatedBuffer], dict[str, Any]]:
-    """Every array but the table of terms in the emulated device's memory, and where it lies."""
+    """Put all arrays but the table of terms into the emulated device's memory."""
     memory: dict[str, EmulatedBuffer] = {}
     buffers: dict[str, Any] = {}
     for name, array in arrays.items():
@@ -92,9 +92,9 @@ def run_merge(partials: Sequence[Partial], sinks: Any = None, out_dtype: str | N
 def run_merge_gradients(
     partials: Sequence[Partial], dout: Any, dlse: Any = None, sinks: Any = None, build: Any = module_of, **launch: Any
 ) -> MergeGradients:
-    """The gradients of a merge, which begin as NaN. The arguments are those of `run_merge`, and its gradients.
+    """The gradients of a merge, which begin as NaN. dout, dlse: the incoming gradients.
 
-    build: gives a source's module.
+    build: makes a source's module.
     """
     problem = merge_problem(partials, sinks, dout.dtype.name)
     arrays: dict[str, Any] = {"dout": dout} if dlse is None else {"dout": dout, "dlse": dlse}

@@ -30,7 +30,7 @@ def _sized(rows: int, keys: int) -> Iterator[None]:
 
 
 def _hidden_after(formula: Any) -> Any:
-    """The formula, and a causal mask behind it."""
+    """The formula, followed by a causal mask."""
 
     def causal(scores: Array, extras: list[Array]) -> Array:
         rows, keys = scores.shape[2:]
@@ -41,7 +41,7 @@ def _hidden_after(formula: Any) -> Any:
 
 
 def modified_case(name: str, dtype: str, seed: int, dim: int, rows: int, keys: int, causal: bool) -> Case:
-    """A case of so many rows and keys, whose formula knows the causal mask."""
+    """A case of so many rows and keys, whose formula applies the causal mask."""
     modification = score_mods.MODIFICATIONS[name]
     with _sized(rows, keys), mock.patch.dict(score_mods.MODIFICATIONS, {name: modification._replace(keys=keys)}):
         case = case_of(name, dtype, seed, dim=dim)
@@ -57,7 +57,7 @@ def check_modified(case: Case, *, causal: bool, kernel: str, **launch: Any) -> N
 
 
 def check_modified_nonfinite(kernel: str, **launch: Any) -> None:
-    """An infinite value reaches the rows that see its key: as NaN where the modification makes the weight 0."""
+    """An infinite value reaches the rows that see its key, as NaN if the modification makes its weight 0."""
     case = modified_case("document mask", "float16", 1, 64, 150, 150, causal=True)
     finite, lse = _answer(case, CAUSAL, kernel=kernel, **launch)
     check_forward(case, {OUT: finite, STATS: lse}, CAUSAL)

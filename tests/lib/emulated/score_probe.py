@@ -1,4 +1,4 @@
-"""Runs a modification's generated CUDA on the CPU by itself: one thread an element, no attention around it."""
+"""Runs a modification's generated CUDA on the CPU by itself, without attention around it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ extern "C" __global__ void probe(const __grid_constant__ WithScoreMod<Probe> par
 
 
 def run_probe(modification: Modification, inputs: dict[int, Any], scores: Any, dscores: Any) -> tuple[Any, Any]:
-    """(value, gradient) of every element of scores (batch, heads, rows, keys). given: what the graph reads, by uid."""
+    """(value, gradient) of every element of scores (batch, heads, rows, keys). inputs: of the graph, by uid."""
     mod = modification.mod
     batch, heads, rows, keys = scores.shape
     module = build_module(SOURCE, {"REAL": mod.real}, {SCORE_HEADER: mod.header}, entries=("probe",))

@@ -1,4 +1,4 @@
-"""Sweeps: compiled variants of a forward kernel, and the random problems, deliveries and schedules that they meet."""
+"""Sweeps: compiled variants of forward and backward kernels, and their random problems, deliveries and schedules."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LAUNCHES = tuple(itertools.product(DELIVERIES, SCHEDULES))
 
 @dataclass(frozen=True)
 class Sweep:
-    """One compiled variant, and how it is reached.
+    """One compiled variant, and how it is selected.
 
-    always: the options of every problem, with spaces between. deterministic: of gradients. usual: whether the default
-    test run compiles it.
+    always: the options of every problem, separated by spaces. deterministic: for gradients. usual: whether
+    `matrix.backward` compiles it in the default test run.
     """
 
     dtype: str
@@ -54,7 +54,7 @@ class Sweep:
 
 
 def case_of(sweep: Sweep, number: int, index: int, seqlens: tuple[int, int], **arguments: Any) -> ForwardCase:
-    """The problem ``index`` of the sweep with that number; batch and heads take turns. Every second bias hides keys."""
+    """Problem ``index`` of the sweep with that number; batch and heads vary in turn. Every second bias hides keys."""
     case = random_forward(
         1000 * number + index,
         dtype=sweep.dtype,
