@@ -1,4 +1,4 @@
-"""Every entry that takes arrays, with one sound request each."""
+"""Every entry that takes arrays, with a valid request for each."""
 
 from __future__ import annotations
 

@@ -32,13 +32,13 @@ def kinds_of(*shape: int) -> Any:
 
 
 def _shows_all(b: int, h: int, row: int, column: int) -> bool:
-    """Whether `near` shows a whole block. In one of the two corners asked, row and key are furthest apart."""
+    """Whether `near` shows a whole block. Its row and key are furthest apart in one of two corners."""
     corners = ((row * BLOCK, column * BLOCK + BLOCK - 1), (row * BLOCK + BLOCK - 1, column * BLOCK))
     return all(near(b, h, q, kv) for q, kv in corners)
 
 
 def ordered(listed: Any, rng: np.random.Generator) -> tuple[Any, Any]:
-    """torch's counts, and indices in random order. The unused entries behind them are no indices."""
+    """torch's counts, and indices in random order. The unused entries behind them are invalid."""
     counts = listed.sum(-1).astype(np.int32)
     indices = np.full(listed.shape, 2147480000, np.int32)
     for place in np.ndindex(counts.shape):

@@ -16,7 +16,7 @@ Move = Callable[[Any], Any]
 
 
 def request_of(case: DecodeCase, move: Move = lambda array: array) -> ga.PagedForward | ga.BatchedDecode:
-    """The request of a case. move: gives each array in the memory that the request takes it from."""
+    """The request of a case. move: copies each array to where the request reads it."""
     operands = {name: move(array) for name, array in case.operands().items()}
     options = {
         name: move(value) if isinstance(value, np.ndarray) else value

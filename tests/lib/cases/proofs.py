@@ -71,7 +71,7 @@ def prove(variant: Variant, orders: Iterable[dict[str, Any]] = ORDERS) -> int:
 
 
 def proved_alone(variant: Variant) -> Variant:
-    """The variant, or the one that it is launched beside if only that one is proved, by experiments with both."""
+    """The variant, or if it is not proved itself the one that it is launched beside, whose experiments prove both."""
     key = variant.example
     if is_proved(variant) or not isinstance(key, ga.DispatchKey) or key.score_mod is not None:
         return variant

@@ -309,7 +309,7 @@ async def check_move_of_layers(pool: ContextPool, ctx: ga.GpuContext) -> None:
 
 
 async def held(cache: Any, sequences: int) -> None:
-    """Wait until all workers of a pooled cache together have so many sequences, and with none no used page."""
+    """Wait until all workers of a pooled cache together have so many sequences, and if 0 no used page."""
 
     def counts() -> tuple[int, ...]:
         return tuple(stats.sequences for stats in cache.stats().values())

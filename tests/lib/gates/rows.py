@@ -134,7 +134,7 @@ class Family(NamedTuple):
     """The rows of a family of kernels.
 
     tiles: the kernel, if any, whose every row in the tile table must be among them. seconds: of processor time that a
-    cold compile may take where the family's page is written.
+    cold compile may take when the family's page is written.
     """
 
     name: str

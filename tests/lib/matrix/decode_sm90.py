@@ -116,7 +116,7 @@ def run(row: str) -> None:
 
 
 def _check_broken(case: DecodeCase, operands: dict[str, Any], **launch: Any) -> None:
-    """A sequence with a length beyond the capacity gets NaN, and the others what they had."""
+    """A sequence with a length beyond the capacity gets NaN, and the others the same as before."""
     good, _ = run_decode(case, operands=operands, planned=False, **launch)
     for length in (305, 1 << 29):
         broken = operands | {"cache_seqlens": np.array([304, length, 200], np.int32)}

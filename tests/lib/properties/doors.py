@@ -455,7 +455,10 @@ def ask(ctx: Any, spec: Spec, problem: Problem) -> Answer:
 
 
 def check(asked: Asked, answer: Answer, kernels: bool) -> None:
-    """Check that the answer is the oracle's within tolerance. kernels: have answered; they round fp8 weights."""
+    """Check that the answer is the oracle's within tolerance.
+
+    kernels: whether kernels answered, which round fp8 weights.
+    """
     spec, problem = asked.spec, asked.problem
     options = problem.oracle_options
     if spec.door in CACHED and "k_positions" in options and "q_positions" not in options:

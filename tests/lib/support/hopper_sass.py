@@ -116,7 +116,7 @@ def step_of(code: list[tuple[int, str]]) -> tuple[list[str], int]:
     """The instructions of the main loop of backward_sm90 or decode_sm90 that no forward branch skips, and how many
     others it has.
 
-    The loop is the shortest one with products and exponentials. Branches skip masks and code that rarely runs.
+    The loop is the shortest one with products and exponentials. Branches skip masks and code for nonfinite numbers.
     """
     loops = []
     for address, text in code:

@@ -82,7 +82,7 @@ def in_flight(ctx: ga.GpuContext, launches: int) -> None:
 
 
 def slow(plan: FaultPlan, *launches: int, **options: Any) -> tuple[MockClock, ga.ContextOptions]:
-    """Options with which these launches end a second later, and their clock."""
+    """A clock, and options that use it and delay the end of these launches by a second."""
     clock = MockClock()
     for launch in launches:
         plan = plan.delay(LATER, launch)

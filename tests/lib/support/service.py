@@ -37,7 +37,7 @@ def rows(seqlen: int = 1, *, heads: int = 1, dim: int = 8, batch: int = 1, dtype
 
 
 def ask(ctx: ga.GpuContext, **options: Any) -> ga.Reply[ga.AttentionOutput]:
-    """A smallest forward request."""
+    """The smallest forward request."""
     return ctx.flash_attn.forward(rows(), rows(), rows(), **options)
 
 
