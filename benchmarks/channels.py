@@ -1,8 +1,9 @@
-"""What a channel costs beside a direct call, as JSON: ``python -m benchmarks.channels``.
+"""Measures what a channel costs compared with a direct call, as JSON: ``python -m benchmarks.channels``.
 
-A request is a forward on a mock device that computes nothing, from the call to the await: on a context of this process,
-on one in a child process and on one in a Ray actor, in turns in one run, so other work of the machine slows all alike.
-Then 1, 2 and 4 workers answer a crowd through a pool. Needs Ray, which it starts here (the extra "ray").
+A request is a forward on a mock device that computes nothing, from the call to the await. It runs on a context of this
+process, on one in a child process and on one in a Ray actor. They take turns in one run, so other work of the machine
+slows all alike. Then 1, 2 and 4 workers of a pool answer many requests at once. Needs Ray, which it starts here (the
+extra "ray").
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _OPTIONS = ContextOptions(mock=MockOptions(compute=False))
 def run(calls: int = 200, rounds: int = 5, crowd: int = 256, workers: tuple[int, ...] = (1, 2, 4)) -> dict[str, object]:
     """Median and 99th percentile in microseconds of each channel, and requests a second by the number of workers.
 
-    calls: of each channel in a round. crowd: requests at once. Raises `GpuActorsError` where Ray is missing.
+    calls: of each channel in a round. crowd: requests at once. Raises `GpuActorsError` if Ray is missing.
     """
     try:
         import ray
@@ -94,7 +95,7 @@ def _pooled(pool: ContextPool, row: Any) -> Ask:
 
 
 async def _quantiles(kinds: dict[str, Ask], calls: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Of all calls of all rounds, in each of which the channels take turns, after a few calls that warm them up."""
+    """Median and 99th percentile over all rounds. Channels take turns in a round, each after a few calls to warm up."""
     taken: dict[str, list[float]] = {name: [] for name in kinds}
     for _ in range(rounds):
         for name, ask in kinds.items():
@@ -113,7 +114,7 @@ async def _quantiles(kinds: dict[str, Ask], calls: int, rounds: int) -> dict[str
 
 
 async def _rates(kinds: dict[str, Ask], crowd: int, rounds: int) -> dict[str, float]:
-    """The median of the rounds' rates, the first round left out."""
+    """The median of the rounds' rates, without the first round."""
     found: dict[str, list[float]] = {name: [] for name in kinds}
     for _ in range(rounds + 1):
         for name, ask in kinds.items():

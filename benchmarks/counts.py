@@ -29,13 +29,13 @@ _OPCODES = ("HMMA", "HGMMA", "QGMMA", "LDSM", "STSM", "LDS", "STS", "BAR", "LDL"
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """A step of a kernel's main loop: a tile of rows times a tile of keys, without a mask.
+    """One step of a kernel's main loop: a tile of rows times a tile of keys, without a mask.
 
     rows, keys: of the tile. warps: of a block that multiply. products: multiply-adds of the block. loaded: bytes that
-    copies move into its shared memory, and out of it. The others are of one warp: instructions; special, those of the
-    special function unit; overlapped, how many of these run while the same warpgroup's products do; half_rate, those
+    copies move into its shared memory, and out of it. The other fields count one warp: instructions; special, those of
+    the special function unit; overlapped, those of them that run during the same warpgroup's products; half_rate, those
     that take twice an issue slot; shared, bytes moved into and out of shared memory; masks, instructions that are
-    passed by where nothing is hidden; opcodes, how often some of them are there. registers: a thread's at launch.
+    skipped if nothing is hidden; opcodes, how often some instructions occur. registers: a thread's at launch.
     """
 
     kernel: str
@@ -60,7 +60,7 @@ class Counts:
 
 
 def counts_of(kernel: str, tile: tuple[int, int], warps: int, loaded: int, step: Step, registers: int) -> Counts:
-    """Counts from the step of a warp. tile: rows and keys."""
+    """The counts of a block from the step of one of its warps. tile: rows and keys."""
     opcodes = {name: step.opcodes[name] for name in _OPCODES if step.opcodes[name]}
     return Counts(
         kernel,
@@ -80,14 +80,14 @@ def counts_of(kernel: str, tile: tuple[int, int], warps: int, loaded: int, step:
 
 
 def block_products(kind: str, tile: tuple[int, int], dims: tuple[int, int]) -> int:
-    """Multiply-adds of a tile: two products, or five of a backward pass. dims: of q and k, and of v."""
+    """Multiply-adds of a tile: two products, or five in a backward pass. dims: head_dim of q and k, and of v."""
     return tile[0] * tile[1] * (3 * dims[0] + 2 * dims[1] if kind == "backward" else sum(dims))
 
 
 def loaded_bytes(kind: str, tile: tuple[int, int], dims: tuple[int, int], item: int, bulk: bool) -> int:
-    """Bytes that copies move in a step: keys and values; of a backward pass queries, their gradient and statistics.
+    """Bytes that copies move in a step: keys and values, or q, dout and statistics in a backward pass.
 
-    Values of 8 bits are also read and written again by the warps that transpose them, which are not counted otherwise.
+    8-bit values are also read and written again by the warps that transpose them, which are not counted elsewhere.
     bulk: whether dQ leaves shared memory as floats, by a copy that adds.
     """
     rows, keys = tile
@@ -99,12 +99,12 @@ def loaded_bytes(kind: str, tile: tuple[int, int], dims: tuple[int, int], item: 
 
 
 def key_of(case: Case, context: GpuContext) -> DispatchKey:
-    """What would run. Raises GpuActorsError where nothing does."""
+    """The key of what would run. Raises GpuActorsError if no kernel takes the case."""
     return context.flash_attn.inspect_key(_request(dataclasses.replace(case, batch=1)))
 
 
 def count_case(key: DispatchKey, kind: str) -> Counts | None:
-    """Counts of the variant that a key names, compiled now.
+    """Compile the variant that a key names, and count it.
 
     None for a kernel without a loop that has products and exponentials. Raises FileNotFoundError without a
     disassembler.
@@ -113,7 +113,7 @@ def count_case(key: DispatchKey, kind: str) -> Counts | None:
     hopper = key.kernel.endswith("_sm90")
     warps = tile.warps - 4 if hopper else tile.warps  # the others load
     if key.kernel == decode_sm90.NAME:
-        warps = tile.block_m // 16  # and widen 8-bit caches, which is not counted
+        warps = tile.block_m // 16  # the others load, and widen 8-bit caches, which is not counted
     size = (tile.block_m, tile.block_n)
     dims = (-(-key.head_dim // 16) * 16, -(-key.head_dim_v // 16) * 16)
     cubin = Compiler().compile(variant_of(key).source, key.arch)
@@ -134,7 +134,7 @@ def _tile_of(key: DispatchKey) -> Tile:
 
 
 def _request(case: Case) -> FlashForward | FlashBackward | PagedForward:
-    """A request of the case's shapes; its arrays are never touched, and so take no memory."""
+    """A request of the case's shapes. Its arrays are never touched, so they take no memory."""
 
     def array(*shape: int, dtype: str = case.dtype) -> Any:
         return np.empty(shape, getattr(ml_dtypes, dtype, dtype))

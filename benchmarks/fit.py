@@ -30,9 +30,9 @@ PAGE = REPORTS / "model.md"
 H200 = MACHINES["sm_90a"]
 H100 = dataclasses.replace(H200, name="NVIDIA H100 SXM", bandwidth=3.35e12)
 GPUS = {"H100": H100, "H200": H200}
-SHORTEST = 1024  # rows of a figure that is fitted: shorter sequences are mostly beginnings and ends
-ROWS_OF_DECODE = 1  # cuDNN's kernel for more rows takes a multiple of the time, so that it says nothing of memory
-# How the weights of a fit are named, and which points it is fitted to.
+SHORTEST = 1024  # fewest rows of a fitted figure: shorter sequences are mostly beginnings and ends
+ROWS_OF_DECODE = 1  # cuDNN's kernel for more rows takes a multiple of the time, so its figures say nothing about memory
+# The terms that each kind of case is fitted with.
 TERMS = {
     "forward": ("products", "issue", "output", "edge"),
     "backward": ("products", "issue", "tiles"),
@@ -41,7 +41,7 @@ TERMS = {
 
 
 class Point(NamedTuple):
-    """A published figure. clocks: its time at the machine's clock."""
+    """A published figure. clocks: its time in cycles of the GPU's clock."""
 
     library: str
     gpu: str
@@ -51,7 +51,7 @@ class Point(NamedTuple):
 
     @property
     def series(self) -> tuple[Any, ...]:
-        """What a plot's line has in common."""
+        """What the points of one line of a plot have in common."""
         case = self.case
         return (self.library, self.gpu, case.kind, case.dtype, case.head_dim, case.causal, case.deterministic)
 
@@ -73,14 +73,14 @@ def read_points() -> list[Point]:
 
 
 def read_counts() -> dict[tuple[str, str], Counts]:
-    """By case and library."""
+    """The counts, by case and library."""
     rows = json.loads((REPORTS / "peers_sass.json").read_text(encoding="utf-8"))["rows"]
     fields = [field.name for field in dataclasses.fields(Counts)]
     return {(row["case"], row["library"]): Counts(**{name: row[name] for name in fields}) for row in rows}
 
 
 def counts_for(case: Case, library: str, known: dict[tuple[str, str], Counts]) -> Counts:
-    """Those of a library's kernel for a case; fp16's are bf16's. A decode's peer has none, and its terms need none."""
+    """The counts of a library's kernel for a case. fp16 takes bf16's. A decode takes ours: its terms need no counts."""
     dtype = "bfloat16" if case.dtype == "float16" else case.dtype
     if case.kind == "decode":
         return known[f"decode sm_90a {dtype} d{case.head_dim} {case.rows} x {case.heads // case.kv_heads} rows", "ours"]
@@ -94,7 +94,7 @@ def row_of(point: Point, known: dict[tuple[str, str], Counts]) -> dict[str, floa
 
 
 def weights(rows: Sequence[dict[str, float]], clocks: Sequence[float], names: Sequence[str]) -> dict[str, float]:
-    """Weights, none below 0, with the least squares of relative errors: of all sets of terms the best that has none."""
+    """Weights >= 0 with the least squares of relative errors, over all subsets of the terms."""
     times = np.array(clocks)
     matrix = np.array([[row[name] for name in names] for row in rows]) / times[:, None]
     wanted = 1 - np.array([row["passes"] for row in rows]) / times
@@ -109,14 +109,14 @@ def weights(rows: Sequence[dict[str, float]], clocks: Sequence[float], names: Se
 
 
 def modelled(row: dict[str, float], by: dict[str, float]) -> float:
-    """Clocks."""
+    """The clocks of the model."""
     return sum(weight * row[name] for name, weight in by.items()) + row["passes"]
 
 
 def left_out(
     points: Sequence[Point], rows: Sequence[dict[str, float]], names: Sequence[str], alike: Callable[[Point], Any]
 ) -> list[float]:
-    """Each point's error, model over published less 1, by the weights that the points unlike it give."""
+    """Each point's error, model over published less 1, with the weights of the points that are not ``alike``."""
     errors = []
     for point, row in zip(points, rows, strict=True):
         others = [n for n, other in enumerate(points) if alike(other) != alike(point)]
@@ -144,7 +144,7 @@ def fit(kind: str, points: Sequence[Point], known: dict[tuple[str, str], Counts]
 
 
 def fits(points: Sequence[Point], known: dict[tuple[str, str], Counts]) -> dict[str, Fit]:
-    """All of them. Products of 8 bits take the weights of 16: all their points are left out."""
+    """All fits. Products of 8 bits take the weights of 16 bits: none of their points is fitted."""
     found = {kind: fit(kind, points, known) for kind in TERMS}
     eights = [one for one in points if one.case.dtype.startswith("float8") and one.library == "FA3"]
     eights = [one for one in eights if one.case.rows >= SHORTEST]
@@ -240,7 +240,7 @@ blocks of deterministic gradients wait for none. Backward of b1 h32/8 2k has 128
 
 
 def published(points: Sequence[Point], case: Case, gpu: str) -> Point | None:
-    """The best figure of a case."""
+    """The best published figure of a case on a GPU."""
     same = [point for point in points if point.gpu == gpu and point.case == case]
     return max(same, key=lambda point: point.published, default=None)
 
@@ -265,7 +265,7 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
 
 
 def _shares(case: Case, gpu: str, library: str, known: dict[tuple[str, str], Counts]) -> str:
-    """What the estimate is made of."""
+    """What the estimate consists of."""
     row = terms(case, counts_for(case, library, known), GPUS[gpu])
     by = FITS["float8" if case.dtype.startswith("float8") else case.kind].weights
     whole = modelled(row, by)
@@ -301,7 +301,7 @@ def _error(case: Case) -> str:
 
 
 def goal_of(case: Case) -> float:
-    """Of ours over FlashAttention-3."""
+    """The goal for our speed over FlashAttention-3's."""
     narrow = GOALS["forward e4m3"] if case.dtype.startswith("float8") else GOALS["forward d64"]
     return narrow if case.kind == "forward" and (case.head_dim == 64 or case.dtype.startswith("float8")) else 1.0
 
@@ -316,7 +316,7 @@ def _short_of(rows: Sequence[tuple[Case, float, list[object]]]) -> str:
 
 
 def resources(known: dict[tuple[str, str], Counts]) -> str:
-    """What binds, in sentences with the counts in them."""
+    """Sentences that say what binds, with the counts in them."""
 
     def part(kind: str, dtype: str, dim: int, name: str, library: str = "ours") -> str:
         case = usual(kind, dtype, dim, False, 8192)
@@ -357,7 +357,7 @@ RESOURCES = """What binds, over the tensor cores' clocks:
 
 
 def page(points: Sequence[Point], known: dict[tuple[str, str], Counts]) -> str:
-    """The page, of `FITS` as they are in the package."""
+    """The page, from the `FITS` that benchmarks.model has."""
     lines = [
         [
             *(name, ", ".join(f"{term} {weight:g}" for term, weight in of.weights.items()), of.points or "-"),
@@ -384,7 +384,7 @@ def page(points: Sequence[Point], known: dict[tuple[str, str], Counts]) -> str:
 
 
 def order_rows(known: dict[tuple[str, str], Counts]) -> Iterator[list[object]]:
-    """Cells of each case: what the order of blocks costs, head by head and as it is."""
+    """Cells of each case: the time with blocks head by head, and in the kernel's own order."""
     of_heads = [(2, 64, 8, length) for length in (2048, 4096, 8192)] + [(1, 32, 8, 2048), (1, 32, 8, 4096)]
     for kind, arch in (("backward", "sm_90a"), ("backward", "sm_80"), ("forward", "sm_80")):
         for batch, heads, kv_heads, length in of_heads:

@@ -1,8 +1,8 @@
-"""What many workers would do, SIMULATED: ``python -m benchmarks.fleet --plot fleet.svg``. Nothing of it is measured.
+"""Simulates many workers: ``python -m benchmarks.fleet --plot fleet.svg``. Nothing in it is measured.
 
-That is a study: rows of figures from 1 to 1,000 workers. Each row holds the settings that differ from the defaults, so
-``python -m benchmarks.fleet --workers 125 --policy two`` runs one of them, or any other, alone. The same settings and
-costs give the same figures. fleet_costs.json says which costs are assumed, published or measured.
+The command above runs a study: rows of figures from 1 to 1,000 workers. Each row holds the settings that differ from
+the defaults, so ``python -m benchmarks.fleet --workers 125 --policy two`` runs one row, or any other settings, alone.
+The same settings and costs give the same figures. fleet_costs.json says which costs are assumed, published or measured.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ STUDY: Mapping[str, tuple[Mapping[str, Any], ...]] = {
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The rows of the study. quick: only those of at most 8 workers."""
+    """Run the study. quick: only its rows of at most 8 workers."""
     model = _model()
     costs = load_costs()
     rows = []
@@ -96,7 +96,7 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 
 def table(found: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """Of what `run` gave, one row each."""
+    """One row for each row that `run` gave."""
     for row in found["rows"]:
         settings = " ".join(f"{name}={value}" for name, value in row["settings"].items())
         first = row["first_ms"] or {"p50": None, "p99": None}
@@ -105,11 +105,11 @@ def table(found: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def measure(sizes: tuple[int, ...] = (1, 8, 32, 125, 1000), choices: int = 300) -> dict[str, Any]:
-    """What a choice of a home takes of this machine's CPU, in microseconds: medians of the thread's own time.
+    """The CPU time that the choice of a home takes on this machine, in microseconds: medians of the thread's own time.
 
-    router_us: by the number of workers, what `PooledKvCache.create` does before it asks one: candidates, loads, the
-    directory or the ring. Half of the prompts, of 64 pages, are new. router_look_us: a look at one worker's health,
-    which a router repeats for each worker after 20 ms.
+    router_us: by the number of workers, what `PooledKvCache.create` does before it asks a worker: candidates, loads,
+    the directory or the ring. At least half of the prompts, of 64 pages, are new. router_look_us: a look at one
+    worker's health, which a router repeats for each worker after 20 ms.
     """
     from gpu_actors.context import open_context
     from gpu_actors.distributed import ContextPool

@@ -1,4 +1,4 @@
-"""What things take in the simulated fleet, read from fleet_costs.json: most of it is assumed."""
+"""The costs of the simulated fleet, read from fleet_costs.json. Most of them are assumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KINDS = ("assumed", "measured", "published")
 
 
 class Costs(NamedTuple):
-    """What things take, in seconds and tokens. router_us: microseconds of one choice, by the number of workers."""
+    """Costs in seconds and tokens. router_us: microseconds of one choice, by the number of workers."""
 
     prefill_tokens_s: float
     step_s: float
@@ -31,10 +31,10 @@ class Costs(NamedTuple):
     router_look_us: float
 
     def choice(self, workers: int) -> float:
-        """Seconds of a router's CPU for one choice: a line between the sizes that are known, and flat outside.
+        """Seconds of a router's CPU for one choice: linear between the known sizes, and constant outside them.
 
-        Reading each worker's health, every `_HEALTH_TTL` seconds, leaves it only a part of the CPU, here a tenth at
-        least.
+        Reading each worker's health every `_HEALTH_TTL` seconds leaves only a part of the CPU for choices, here at
+        least a tenth.
         """
         sizes = sorted(self.router_us)
         if not sizes:
@@ -47,8 +47,11 @@ class Costs(NamedTuple):
 
 
 def load_costs(text: str | None = None) -> Costs:
-    """The costs in the text of a JSON, by default the package's own: each is a ``value``, its ``kind`` (assumed,
-    measured or published) and its ``source``. Raises `InvalidRequest` for one that is missing or lacks any of these."""
+    """The costs in a JSON text, by default fleet_costs.json.
+
+    Each is a ``value``, its ``kind`` (assumed, measured or published) and its ``source``. Raises `InvalidRequest` if
+    one is missing or lacks any of these.
+    """
     if text is None:
         text = (resources.files(__package__) / "fleet_costs.json").read_text(encoding="utf-8")
     given = json.loads(text)

@@ -1,15 +1,15 @@
 """The fleet that `benchmarks.fleet` simulates: routers, cells, workers and their deaths, on SimPy.
 
-Who gets a request, what is repeated and within which budget is decided by the code of `gpu_actors.distributed` itself.
-What a worker does is a model:
+The code of `gpu_actors.distributed` itself decides who gets a request, and what is repeated within which budget. The
+workers are modelled:
 
     turn ──> router's CPU ──> choice ──> prefill, one after the other ──> decode, slower the more run
                                  ^           │ the worker dies
                                  └───────────┘ told after ``notice_s``, repeated within the budget
 
-A turn's prompt is the history of its session. The pages of it that the chosen worker still has are not prefilled.
-A request without state ("forwards") takes one of the worker's lanes for a time that is exponential, so that one worker
-is the M/M/c queue of the textbooks.
+A turn's prompt is the history of its session. The pages of it that the chosen worker still has are not prefilled. A
+request without state ("forwards") takes one of the worker's lanes for an exponentially distributed time, so one worker
+is an M/M/c queue.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ Policy: TypeAlias = Literal["random", "two", "ring", "home"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """One run. Rates are of one worker.
+    """One run. ``rate`` and ``sessions`` are for each worker.
 
-    cells: that a front divides the workers into, each with ``routers`` of its own. stale: seconds between reports of
-    what other routers do to the workers; 0: always known. rate: turns or forwards a second. burst: seconds for which
-    they come at twice the rate, and then as long not at all (0: never). sessions: that take turns. sticky: whether a
-    session keeps its router. prompts, zipf: beginnings that sessions share, and how unequal their popularity is (0:
-    not). shared, begin, turn, answer: tokens of the shared beginning, of the session's own, and of each turn's question
-    and answer. longest: tokens after which a session ends and another begins. kill_at, kill: the second at which the
-    first so many workers die. deaths: a worker and hour, besides. repeat, burst_repeat, retries: of each router's
-    budget. directory: digests that a router keeps. lanes: forwards that a worker carries out at once.
+    cells: how many a front divides the workers into, each with its own ``routers``. stale: seconds after which a router
+    learns again what other routers do to the workers; 0: it always knows. rate: turns or forwards a second. burst:
+    seconds for which they come at twice the rate, and then as long not at all (0: never). sessions: that take turns.
+    sticky: whether a session keeps its router. prompts, zipf: how many beginnings sessions share, and how unequal their
+    popularity is (0: equal). shared, begin, turn, answer: tokens of the shared beginning, of the session's own, and of
+    each turn's question and answer. longest: tokens after which a session ends and another begins. kill_at, kill: the
+    second at which the first ``kill`` workers die. deaths: further ones, for each worker and hour. repeat,
+    burst_repeat, retries: of each router's budget. directory: digests that a router keeps. lanes: forwards that a
+    worker carries out at once.
     """
 
     work: Literal["turns", "forwards"] = "turns"
@@ -93,7 +94,7 @@ class Settings:
 
 
 class _Session:
-    """What a session has said so far. pages: digests of its full pages. known: tokens computed once, anywhere."""
+    """The text of a session so far. pages: digests of its full pages. known: tokens that any worker has computed."""
 
     def __init__(self, number: int, prompt: int, own: int, settings: Settings) -> None:
         self.number = number
@@ -114,7 +115,7 @@ class _Session:
 
 
 class _Worker:
-    """One GPU. free: when each of its lanes is next free. running: the attempts that it has."""
+    """One GPU. free: when each lane is next free. running: its attempts."""
 
     def __init__(self, name: str, lanes: int, pages: int) -> None:
         self.name = name
@@ -130,18 +131,18 @@ class _Worker:
         self._most = pages
 
     def book(self, now: float, seconds: float) -> float:
-        """When a job that comes now ends: the lanes take jobs in their order."""
+        """Book a job that comes now, and return when it ends. The lanes take jobs in their order."""
         end = max(now, heapq.heappop(self.free)) + seconds
         heapq.heappush(self.free, end)
         self.busy += seconds
         return end
 
     def known(self, pages: Sequence[bytes]) -> int:
-        """How many pages of this beginning it has."""
+        """How many leading pages of ``pages`` it has."""
         return next((at for at, page in enumerate(pages) if page not in self._pages), len(pages))
 
     def keep(self, pages: Sequence[bytes]) -> None:
-        for page in reversed(pages):  # so that the last page of a beginning goes first
+        for page in reversed(pages):  # so that the last page of a prompt is evicted first
             self._pages[page] = None
             self._pages.move_to_end(page)
         while len(self._pages) > self._most:
@@ -156,7 +157,7 @@ class _Worker:
 
 
 class _Cell:
-    """Workers, and what is true of them. alive: those that routers may choose."""
+    """Workers and their true state. alive: those that routers may choose."""
 
     def __init__(self, name: str, workers: Sequence[_Worker]) -> None:
         self.name = name
@@ -172,7 +173,7 @@ class _Cell:
 
 
 class _Router(WorkerPool):
-    """A pool of the package, over workers that are simulated. loads: as it believes them to be."""
+    """A pool of the package over simulated workers. loads: the workers' loads as the router believes them to be."""
 
     def __init__(self, cell: _Cell, settings: Settings, seed: str, ring: Ring) -> None:
         budget = RetryBudget(settings.repeat, settings.burst_repeat)
@@ -189,7 +190,7 @@ class _Router(WorkerPool):
         self._generations = dict.fromkeys(cell.workers, 1)
 
     def candidates(self, tried: Collection[str] = ()) -> dict[str, Member]:
-        """As `WorkerPool.candidates` chooses by health: those that are up, untried ones first; else all wait."""
+        """Chosen by health as in `WorkerPool.candidates`: workers that are up, untried ones first, else all."""
         alive = self.cell.alive or self.cell.members
         rest = {name: member for name, member in alive.items() if name not in tried} if tried else alive
         return rest or alive
@@ -216,7 +217,7 @@ class _Router(WorkerPool):
 
 
 class _Wait:
-    """Has a coroutine wait for an event of SimPy."""
+    """Makes a coroutine wait for an event of SimPy."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
@@ -226,7 +227,7 @@ class _Wait:
 
 
 class _Turn(NamedTuple):
-    """An answer: when it was asked for, its first token and its end."""
+    """An answered request: when it was made, when its first token came, and when it ended."""
 
     began: float
     first: float
@@ -234,21 +235,21 @@ class _Turn(NamedTuple):
 
 
 class Fleet:
-    """One run: `run` it, and read what became of every request. Nothing in it is random but by the seed."""
+    """One run: `run` it, and read what became of every request. All randomness comes from the seed."""
 
     def __init__(self, settings: Settings, costs: Costs) -> None:
         s = self.settings = settings
         self.costs = costs
         self.env = simpy.Environment()
         self.turns: list[_Turn] = []
-        self.lost: list[float] = []  # when the requests were made that ended in an error
+        self.lost: list[float] = []  # when the requests that ended in an error were made
         self.made = self.repeated = self.reused = self.prefilled = self.recomputed = self.lost_tokens = 0
         self.hit = 0  # attempts that a death interrupted
         self.area = 0.0
         self._since = 0.0
         self._open = 0
         self._none_open: Any = None
-        # Apart, so that another policy meets the same arrivals and deaths.
+        # Separate, so that every policy meets the same arrivals and deaths.
         self._times, self._arrivals, self._sizes, self._fates = (
             random.Random(f"{s.seed}/{name}") for name in ("times", "arrivals", "sizes", "fates")
         )
@@ -271,7 +272,7 @@ class Fleet:
         weights = [(rank + 1) ** -s.zipf for rank in range(s.prompts)]
         self._popular = list(accumulate(weights))
         self._numbers = 0
-        # The run begins in the midst of their lives.
+        # Sessions have random ages when the run begins.
         most_own = max(s.begin, s.longest - s.shared)
         self._sessions = [self._session(self._sizes.randint(s.begin, most_own)) for _ in range(s.sessions * s.workers)]
         for place, session in enumerate(self._sessions):
@@ -279,7 +280,7 @@ class Fleet:
         self._choice_s = costs.choice(size)
 
     def run(self) -> None:
-        """Until the last request is answered that is made within ``seconds``."""
+        """Simulate until every request made within ``seconds`` is answered."""
         s, env = self.settings, self.env
         for cell in self.cells:
             for router in cell.routers:
@@ -292,7 +293,7 @@ class Fleet:
             env.process(self._deaths(workers))
         env.run(until=env.process(self._arrive()))
 
-    # What happens by itself
+    # Arrivals, reports and deaths
 
     def _arrive(self) -> Generator[Any, Any, None]:
         s, now, dice = self.settings, 0.0, self._times
@@ -380,7 +381,7 @@ class Fleet:
             self._none_open.succeed()
 
     def _cell_of(self, session: _Session) -> _Cell:
-        """The front's choice: a ring with bounded loads, over the cells that have a worker."""
+        """The front's choice: a ring with bounded loads, over the cells with a live worker."""
         if len(self.cells) == 1:
             return self.cells[0]
         cells = [cell for cell in self.cells if cell.alive] or self.cells
@@ -395,13 +396,13 @@ class Fleet:
             await _Wait(self.env.timeout(router.free - self.env.now))
 
     async def _serve(self, worker: _Worker, session: _Session | None) -> float:
-        """One attempt. Gives the time of its first token. Raises `WorkerLost` where the worker dies."""
+        """One attempt. Returns the time of its first token. Raises `WorkerLost` if the worker dies."""
         env = self.env
         if not worker.up:
             if env.now < worker.told:
                 await _Wait(env.timeout(worker.told - env.now))
                 raise WorkerLost("it has died", worker.generation, worker.name, "no")
-            # No worker is up, so the request waits for this one, as a context does that starts again.
+            # No worker is up, so the request waits for this one, as it would for a context that restarts.
             while not worker.up:
                 await _Wait(env.timeout(max(worker.back - env.now, 1e-6)))
         process, generation = env.active_process, worker.generation
@@ -432,7 +433,7 @@ class Fleet:
         await _Wait(self.env.timeout(when - self.env.now))
 
     def _prefill(self, worker: _Worker, session: _Session) -> float:
-        """Books the tokens that the worker does not have. Gives when they are done."""
+        """Book the tokens that the worker does not have. Returns when they are done."""
         cached = worker.known(session.pages) * self.settings.page
         fresh = max(session.tokens - cached, 1)
         if self.env.now >= self.settings.warm:
@@ -476,10 +477,10 @@ class Fleet:
     # Figures
 
     def figures(self) -> dict[str, Any]:
-        """Of the requests that were made after ``warm``; times in milliseconds. Rounded to four digits.
+        """Figures of the requests that were made after ``warm``; times in milliseconds. Rounded to four digits.
 
-        hit: share of the prompts' tokens that a cache had. late: of the first tokens of requests that were made within
-        10 s after ``kill_at``.
+        hit: share of the prompts' tokens that a cache had. late_first_ms: of the requests that were made within 10 s
+        after ``kill_at``.
         """
         s, now = self.settings, self.env.now
         counted = [turn for turn in self.turns if turn.began >= s.warm]

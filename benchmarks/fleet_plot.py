@@ -1,4 +1,6 @@
-"""The plot of the simulated fleet: what scale, policies, the directory, stale loads and deaths do to a first token."""
+"""The plot of the simulated fleet: how scale, policies, the directory, stale loads and deaths change a first token's
+time.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ _P50, _P99, _THIRD = "#8fb8de", "#1b6ca8", "#d1495b"
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
-    """A drawing of what `benchmarks.fleet.run` gave. Raises GpuActorsError where matplotlib is missing, or the
-    rows of the whole study are."""
+    """Draw what `benchmarks.fleet.run` gave. Raises GpuActorsError if matplotlib or rows of the whole study are
+    missing.
+    """
     try:
         import matplotlib
         from matplotlib.figure import Figure

@@ -1,10 +1,10 @@
-"""What a context in a child process costs, as JSON: ``python -m benchmarks.isolation``.
+"""Measures what a context in a child process costs, as JSON: ``python -m benchmarks.isolation``.
 
-A request is a forward on a mock device that computes nothing, from the call to the await. It is measured on a context
-of this process, on one in a child process, and beside a `multiprocessing.Pipe` whose other end answers at once, in
-turns in one run, so other work of the machine slows all alike. The budget: an empty request in 0.25 ms at its median
-on a quiet machine, and 1 MiB of operands in twice the time of a copy on top of that. A copy also displaces code and
-data from the caches, which the next request reads again: so it is measured together with an empty request behind it.
+A request is a forward on a mock device that computes nothing, from the call to the await. It runs on a context of this
+process and on one in a child process, and is compared with a `multiprocessing.Pipe` whose other end answers at once.
+They take turns in one run, so other work of the machine slows all alike. The budget: an empty request in 0.25 ms at its
+median on a quiet machine, and 1 MiB of operands in twice the time of a copy on top of that. A copy also displaces code
+and data from the caches, which the next request reads again, so a copy is also measured with an empty request after it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _MIB = 1 << 20
 def run(calls: int = 300, rounds: int = 7, crowd: int = 256, deaths: int = 5) -> dict[str, object]:
     """Medians in microseconds of each kind and size, requests a second, and what the death of a process costs.
 
-    calls: of each kind in a round. crowd: awaits at once. within_budget: whether the budget is kept; a machine with
-    other work to do keeps none.
+    calls: of each kind in a round. crowd: awaits at once. within_budget: whether the budget is kept; a busy machine
+    does not keep it.
     """
     before = os.getloadavg()
     options = ContextOptions(mock=MockOptions(compute=False), restart=RestartPolicy(max_restarts=1000, backoff=0.0))
@@ -83,9 +83,9 @@ def _echo(pipe: Any) -> None:
 
 
 def uncomputed(request: Callable[[], Awaitable[Any]]) -> Callable[[], Awaitable[None]]:
-    """Makes a request of a mock device that computes nothing, and takes its refusal for the answer.
+    """Make a request of a mock device that computes nothing, and take its refusal for the answer.
 
-    Raises AssertionError for any other answer.
+    The request raises AssertionError for any other answer.
     """
 
     async def ask() -> None:
@@ -164,7 +164,9 @@ async def _measure(
 
 
 async def _medians(kinds: dict[str, Ask], calls: int, rounds: int) -> dict[str, float]:
-    """The median of the rounds' medians, each round after a few calls that warm it up. An ask may time itself."""
+    """The median of the rounds' medians. Each kind warms up with a few calls in a round. An ask may return its own
+    time.
+    """
     found: dict[str, list[float]] = {name: [] for name in kinds}
     for _ in range(rounds):
         for name, ask in kinds.items():
@@ -210,7 +212,7 @@ def _deaths(ctx: GpuContext, deaths: int) -> dict[str, float]:
 
 
 def _suspend(process: int) -> None:
-    """Send SIGSTOP, and wait until no thread of the process runs: until then one may answer what it is sent."""
+    """Send SIGSTOP, and wait until no thread of the process runs: a running one may still answer."""
     os.kill(process, signal.SIGSTOP)
     threads = Path(f"/proc/{process}/task")
     while any((thread / "stat").read_text().rpartition(")")[2].split()[0] != "T" for thread in threads.iterdir()):

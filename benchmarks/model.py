@@ -1,8 +1,8 @@
-"""Estimates of a GPU suite from counts of machine code. They are a model's: they contain no measurement of ours.
+"""Estimates a GPU suite from counts of machine code. The figures are a model's and contain no measurement of ours.
 
 python -m benchmarks.model forward [--arch sm_80] [--quick] [--out FILE]     likewise backward, decode
 
-Each part of a case has a time of its own, as if it had the machine to itself:
+Each part of a case gets the time that it would take alone on the machine:
 
     products    multiply-adds of the tiles / the dense rate of the tensor cores
     exponent    special functions / 16 a clock and multiprocessor
@@ -10,13 +10,14 @@ Each part of a case has a time of its own, as if it had the machine to itself:
     shared      bytes into and out of shared memory / 128 a clock and multiprocessor
     memory      bytes of the operands, each once, and of passes before and after / the memory's bandwidth
 
-The first four are those of the multiprocessor with the most work, where tiles go to whichever is free in the order in
-which the kernel's blocks start (`order.ranked`; of other libraries' kernels, the longest first), and of tiles without a
-mask. Rates are data sheets', at the clock of their peak rates.
+The first four are those of the multiprocessor with the most work, for tiles without a mask. A tile goes to the next
+free multiprocessor, in the order in which the kernel's blocks start (`order.ranked`; the longest first for other
+libraries' kernels). Rates are data sheets', at the clock of their peak rates.
 
-On sm_90a the estimate is a sum of products, issue, and clocks for each tile of rows, with the weights that fit other
-libraries' published figures best (`FITS`; docs/reports/model.md). Its error is that of figures that the weights were
-fitted without. Elsewhere it is the longest part, an upper bound of the speed, and has no error.
+For the kernels of sm_90a and for `decode_mma` the estimate is a weighted sum of `terms`, and at least the longest part.
+The weights are those that fit other libraries' published figures best (`FITS`; docs/reports/model.md). Its error is
+that of figures that are left out of the fit. For other kernels the estimate is the longest part, an upper bound of the
+speed, and has no error.
 """
 
 from __future__ import annotations
@@ -69,14 +70,14 @@ _EXPONENTIALS = 16  # a clock and multiprocessor: CUDA C++ Programming Guide, "A
 _SCHEDULERS = 4
 _SHARED_BYTES = 128
 _L2_BYTES = 50e6  # H100's and H200's
-EDGE = 1.5  # steps that a tile's beginning and end are counted as, where tiles are dealt out
+EDGE = 1.5  # steps that a tile's beginning and end count as, where tiles are dealt out
 _ON_CUDA_CORES = ("forward_simple",)
 _FLOAT8 = "float8"
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Weights of `terms`. error: the mean of points left out of the fit one by one, and the worst; shares of the time.
+    """Weights of `terms`. error, worst: the mean and largest error of points left out of the fit one by one, relative.
 
     series: the mean where all lengths of a head dim and mask are left out at once. points: how many were fitted.
     """
@@ -88,7 +89,7 @@ class Fit:
     points: int
 
 
-# What `python -m benchmarks.fit` finds; a test compares.
+# The output of `python -m benchmarks.fit`. A test compares them.
 _FORWARD = {"products": 1.066, "issue": 1.005, "output": 0.1353, "edge": 2965.0}
 FITS = {
     "forward": Fit(_FORWARD, error=0.027, worst=0.083, series=0.034, points=25),
@@ -102,8 +103,8 @@ FITS = {
 class Machine:
     """A product's data sheet.
 
-    clock: boost, Hz. flops: dense 16-bit ones of the tensor cores, a clock and multiprocessor; fp8: how many times as
-    many there are for 8 bits; fp32: those of the CUDA cores. bandwidth: bytes a second.
+    clock: boost, Hz. flops: dense 16-bit ones of the tensor cores, for each clock and multiprocessor; fp8: the factor
+    for 8 bits; fp32: flops of the CUDA cores. bandwidth: bytes a second.
     """
 
     name: str
@@ -123,9 +124,9 @@ MACHINES = {
 
 
 def estimate_suite(kind: Kind, arch: str | None = None, quick: bool = False) -> dict[str, Any]:
-    """Estimates of every case of a suite for the machine known for ``arch``. Needs NVRTC and no GPU.
+    """Estimates of every case of a suite on the machine that is known for ``arch``. Needs NVRTC and no GPU.
 
-    Raises Unsupported for an architecture of which no data sheet is kept here.
+    Raises Unsupported if no data sheet of the architecture is kept here.
     """
     arch = arch or DEFAULT_ARCH
     machine = MACHINES.get(arch)
@@ -151,7 +152,7 @@ def estimate_suite(kind: Kind, arch: str | None = None, quick: bool = False) -> 
 def estimate(
     case: Case, machine: Machine, kernel: str | None = None, counts: Counts | None = None, reason: str | None = None
 ) -> dict[str, Any]:
-    """One case. counts: of the kernel's machine code, None where there are none: then nothing is fitted."""
+    """Estimate one case. counts: of the kernel's machine code. If None, nothing is fitted."""
     flops = machine.flops * (machine.fp8 if case.dtype.startswith(_FLOAT8) else 1)
     if kernel in _ON_CUDA_CORES:
         flops = machine.fp32
@@ -198,9 +199,9 @@ def _fitted(fit: Fit, clocks: Mapping[str, float]) -> float:
 
 
 def terms(case: Case, counts: Counts, machine: Machine) -> dict[str, float]:
-    """Clocks of the parts of a case, and what a fit weighs beside them.
+    """Clocks of the parts of a case, and the other terms that a fit may weigh.
 
-    tiles: of rows (of a backward pass: of keys), on the multiprocessor with most work; output: their elements; edge:
+    tiles: of rows (of keys in a backward pass), on the multiprocessor with the most work; output: their elements; edge:
     those that a mask cuts; launch: 1; cold: memory's clocks up to the bytes that the L2 cache holds; passes: memory's
     clocks before and after the kernel.
     """
@@ -228,7 +229,7 @@ def terms(case: Case, counts: Counts, machine: Machine) -> dict[str, float]:
 
 
 def busiest(work: Iterable[int], processors: int) -> tuple[float, float]:
-    """(tiles, steps) of the processor that is done last, where tiles go, in their order, to whichever is free.
+    """(tiles, steps) of the processor that finishes last. Each tile in turn goes to the next free processor.
 
     work: steps of each tile.
     """
@@ -243,7 +244,7 @@ def dealt(case: Case, counts: Counts, section: int | None = None) -> Iterator[in
     """Steps of the tiles of all heads and sequences, in the order in which the blocks of ``counts.kernel`` start.
 
     section: heads of a section, in place of the kernel's own. A block of our backward kernels multiplies its keys with
-    every query head of a group, one after the other.
+    every query head of a group, one after another. Tiles of other libraries' kernels come longest first.
     """
     steps, uneven = _steps(case, counts), case.causal or case.window is not None
     heads, ranks, group = case.batch * case.heads, len(steps), case.heads // case.kv_heads
@@ -264,7 +265,7 @@ def dealt(case: Case, counts: Counts, section: int | None = None) -> Iterator[in
 
 
 def _steps(case: Case, counts: Counts) -> list[int]:
-    """Of each tile of one head and sequence: the tiles of the other operand that it sees any of."""
+    """For each tile of one head and sequence: how many tiles of the other operand it sees at least partly."""
     past = case.keys - case.rows
     left = case.keys if case.window is None else case.window
     found = []
@@ -287,7 +288,7 @@ def _decode_steps(case: Case, counts: Counts, machine: Machine) -> float:
 
 
 def _passes(case: Case) -> float:
-    """Bytes that other kernels of the launch move: for gradients delta and a dQ of floats."""
+    """Bytes that other kernels of the launch move: in a backward pass, for delta and the float dQ."""
     elements = case.batch * case.heads * case.rows * case.head_dim
     # o and dout are read, dq is cleared, read as floats and written
     return 14.0 * elements if case.kind == "backward" else 0.0

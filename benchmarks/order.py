@@ -1,4 +1,4 @@
-"""The order in which a kernel's blocks start, where tiles differ in work: kernels_cu/common/block_order.cuh."""
+"""The order in which a kernel's blocks start if its tiles differ in work: kernels_cu/common/block_order.cuh."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def section_size(ranks: int, group: int) -> int:
 
 
 def ranked(heads: int, ranks: int, section: int, shortened: bool = False) -> Iterator[tuple[int, int]]:
-    """(head, rank) of each block: rank by rank within a section of heads, one section after the other.
+    """(head, rank) of each block: rank by rank within a section of heads, one section after another.
 
-    The last section takes the heads that are left over, too; or, where ``shortened``, they are a section of their own.
+    The last section also takes the heads that are left over. If ``shortened``, they form a section of their own.
     """
     section = min(heads, section)
     for first in range(0, heads, section):

@@ -5,9 +5,8 @@ python -m benchmarks.peer_sass --ours          counts this project's kernels aga
 python -m benchmarks.peer_sass --ours KIND     only those of forward, backward or decode
 python -m benchmarks.peer_sass --page          writes the page from the JSON file alone
 
-They are docs/reports/peers_sass.json and .md. --wheels FOLDER keeps the wheels there. It needs pip, c++filt, and the
-wheels nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm; no GPU. Counts are facts of the kernels; their machine code is
-not kept.
+The files are docs/reports/peers_sass.json and .md. --wheels FOLDER keeps the wheels there. Needs pip, c++filt, and the
+wheels nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm, but no GPU. Only the counts are kept, not the machine code.
 """
 
 from __future__ import annotations
@@ -43,7 +42,9 @@ PYTHON = "3.12"
 
 
 class Library(NamedTuple):
-    """A wheel. member: of the wheel, the library that holds the kernels. cubins: those with this in their name."""
+    """A wheel. member: the start of the path in it of the library with the kernels. cubins: part of their cubins'
+    names.
+    """
 
     name: str
     requirement: str
@@ -52,7 +53,7 @@ class Library(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A kernel of a library. pattern: of its demangled name. dims: of q and k, and of v. warps: that multiply."""
+    """A kernel of a library. pattern: matches its demangled name. dims: of q and k, and of v. warps: that multiply."""
 
     library: str
     kind: str
@@ -88,7 +89,7 @@ def _fa3_forward(
     one = r"tuple<C<1>, C<1>, C<1> ?>"
     shape = rf"tuple<C<{tile[0]}>, C<{tile[1]}>, C<{dims[0]}> ?>, {dims[1]}"
     element = {"bfloat16": "bfloat16_t", "float8_e4m3fn": "float_e4m3_t"}[dtype]
-    # causal, local, softcap, varlen, pages, appended keys, a second Q; then three of the schedule, then a split
+    # causal, local, softcap, varlen, pages, appended keys, a second Q; three of the schedule, a split, V's layout
     flags = rf"{str(causal).lower()}(?:, false){{6}}, (?:true|false), true, false, false, (?:true|false)>"
     name = rf"FlashAttnFwdSm90<\w*CollectiveMainloopFwdSm90<\d, {one}, {shape}, {element}, float, arch::Sm90, {flags}"
     return Kernel(library, "forward", "sm_90a", dtype, dims, causal, tile, tile[0] // 16, name)
@@ -138,18 +139,18 @@ KERNELS = (
 )
 
 
-# What is counted of this project beside them: FA3's cases, FA2's, and decode, which no wheel's kernel stands beside.
+# This project's cases: those of FA3 and FA2, and more of fp8. Decode (`ROWS`) has no peer in the wheels.
 OURS = (
     *dict.fromkeys((k.kind, k.arch, k.dtype, k.dims, k.causal) for k in KERNELS),
     ("forward", "sm_90a", "float8_e4m3fn", (64, 64), False),
     ("forward", "sm_90a", "float8_e4m3fn", (64, 64), True),
     ("forward", "sm_90a", "float8_e4m3fn", (256, 256), True),
 )
-ROWS = (1, 8, 16)  # new ones of a decode
+ROWS = (1, 8, 16)  # new rows of a decode
 
 
 def symbols(cubin: bytes) -> dict[str, int]:
-    """The functions of a cubin, an ELF file of 64 bits, and their indices in its table of symbols."""
+    """The functions of a cubin (a 64-bit ELF file), and their indices in its symbol table."""
     (offset,) = struct.unpack_from("<Q", cubin, 40)
     size, count, _ = struct.unpack_from("<HHH", cubin, 58)
     headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, offset + n * size) for n in range(count)]
@@ -166,13 +167,13 @@ def symbols(cubin: bytes) -> dict[str, int]:
 
 
 def demangled(names: Sequence[str]) -> list[str]:
-    """C++ names as they are written. CUTLASS's and CuTe's namespaces are left out."""
+    """Readable C++ names, without the namespaces of CUTLASS, CuTe and FlashAttention."""
     done = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True)
     return [re.sub(r"\b(?:cute|cutlass|flash|pytorch_flash)::", "", line) for line in done.stdout.splitlines()]
 
 
 def tool(name: str) -> str:
-    """A program beside nvdisasm: of the same wheels' folder, or on the path."""
+    """The path of a program: beside nvdisasm, or on PATH."""
     beside = (find_disassembler() or Path()).parent / name
     found = str(beside) if beside.is_file() else shutil.which(name)
     if found is None:
@@ -210,7 +211,9 @@ def registers(cubin: Path, function: str) -> int:
 
 
 def counted(kernel: Kernel, cubin: Path, function: str) -> Counts:
-    """Raises SystemExit where no loop makes as many products as the tile has: then the tile or the loop is wrong."""
+    """Count a kernel. Raises SystemExit if no loop makes as many products as the tile has: the tile or loop is wrong
+    then.
+    """
     index = symbols(cubin.read_bytes())[function]
     command = [tool("nvdisasm"), "-c", "-fun", str(index), str(cubin)]
     wanted = block_products(kernel.kind, kernel.tile, kernel.dims) / kernel.warps
@@ -252,7 +255,7 @@ def our_rows(only: str) -> Iterator[dict[str, Any]]:
 
 
 def our_case(kind: Any, dtype: str, dims: tuple[int, int], causal: bool) -> Case:
-    """Any lengths do: a variant is the same for all."""
+    """A case. Its lengths do not matter: a variant is the same for all."""
     more: dict[str, Any] = {"kind": kind, "dtype": dtype, "head_dim": dims[0], "causal": causal}
     return Case(batch=1, rows=256, keys=256, heads=2, kv_heads=2, **more)
 
@@ -268,13 +271,13 @@ def _ours(arch: str, name: str, case: Case, dims: tuple[int, int] = (128, 128)) 
 
 
 def row(case: str, library: str, counts: Counts) -> dict[str, Any]:
-    """For JSON."""
+    """A row of the JSON file."""
     fields = {name: getattr(counts, name) for name in counts.__slots__}
     return {"case": case, "library": library, **fields}
 
 
 def shares(found: dict[str, Any]) -> dict[str, float]:
-    """Clocks of a step on a multiprocessor: its tensor cores', and of each other resource over these.
+    """Clocks of a step on a multiprocessor's tensor cores, and those of each other resource divided by them.
 
     A clock has 2,048 multiply-adds of 16 bits (1,024 before sm_90a, 4,096 of 8 bits), 16 exponentials, 4 issue slots
     and 128 bytes of shared memory.
@@ -338,7 +341,7 @@ A row is one step of the loop, a tile of rows times a tile of keys, where nothin
 
 
 def page(data: dict[str, Any]) -> str:
-    """The page of the counts."""
+    """The text of the page."""
     tables = []
     for kind, arch in dict.fromkeys(tuple(one["case"].split()[:2]) for one in data["rows"]):
         rows = [one for one in data["rows"] if one["case"].startswith(f"{kind} {arch} ")]
@@ -352,13 +355,13 @@ def page(data: dict[str, Any]) -> str:
 
 
 def ordered(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By case, ours last."""
+    """Sort by case, ours last."""
     cases = list(dict.fromkeys(one["case"] for one in [*(r for r in rows if r["library"] != "ours"), *rows]))
     return sorted(rows, key=lambda one: (cases.index(one["case"]), one["library"] == "ours"))
 
 
 def version_of(name: str) -> str:
-    """Of an installed distribution."""
+    """The version of an installed distribution."""
     from importlib.metadata import version
 
     return version(name)

@@ -1,6 +1,6 @@
 """Counts what a warp does in an iteration of a kernel's main loop, from its machine code.
 
-NVIDIA's disassembler prints the code; it needs no GPU. Bytes and multiply-adds follow from the instructions' names,
+NVIDIA's disassembler prints the code and needs no GPU. Bytes and multiply-adds follow from the instructions' names,
 which the CUDA Binary Utilities describe.
 """
 
@@ -24,8 +24,8 @@ _TARGET = re.compile(r"`\((\.L_\w+)\)")
 _GROUP_PRODUCT = re.compile(r"[A-Z]GMMA\.64x(\d+)x(\d+)")
 _PRODUCTS = {"HMMA.16816": 16 * 8 * 16, "HMMA.1688": 16 * 8 * 8, "QMMA.16832": 16 * 8 * 32, "IMMA.16832": 16 * 8 * 32}
 _FIRST_WAIT, _LAST_WAIT = "gsb0, 0x1", "gsb0, 0x0"
-_SHORT = 8  # instructions that a branch passes by at most where it waits for nothing
-# Half as many a clock as multiply-adds: CUDA C++ Programming Guide, "Arithmetic Instructions".
+_SHORT = 8  # a branch over at most so many instructions skips no mask
+# Their rate is half that of multiply-adds: CUDA C++ Programming Guide, "Arithmetic Instructions".
 _CONVERSIONS = ("F2FP", "F2F", "F2I", "I2F", "PRMT")
 _CHOICES = ("FMNMX", "FSEL", "FSETP", "IMNMX", "ISETP", "PLOP3", "SEL", "VIMNMX")
 _HALF_RATE = frozenset((*_CONVERSIONS, *_CHOICES, "IADD3", "IABS", "LEA", "LOP3", "SHF", "VIADD"))
@@ -51,11 +51,11 @@ class _Line(NamedTuple):
 class Step(NamedTuple):
     """What one warp does in one iteration.
 
-    opcodes: instructions by name without suffixes. products: multiply-adds, a warp's share where a warpgroup makes
-    them. shared: bytes that it moves into and out of shared memory, likewise. half_rate: instructions that take twice
-    an issue slot in their unit. masks: instructions that a branch passes by where nothing is hidden, which are not in
-    the other counts. overlapped: exponentials between the wait for the first products and that for all of them, 0
-    without warpgroups. inner: one round of each loop inside that multiplies, where there is one.
+    opcodes: instructions by name without suffixes. products: multiply-adds, a warp's share if a warpgroup makes them.
+    shared: bytes that it moves into and out of shared memory, likewise. half_rate: instructions that take twice an
+    issue slot in their unit. masks: instructions that a branch skips if nothing is hidden; the other counts leave them
+    out. overlapped: exponentials between the wait for the first products and the wait for all of them, 0 without
+    warpgroups. inner: one round of each loop inside that multiplies, if there is one.
     """
 
     opcodes: collections.Counter[str]
@@ -72,11 +72,11 @@ class Step(NamedTuple):
 
     @property
     def special(self) -> int:
-        """Those of the special function unit."""
+        """Instructions of the special function unit."""
         return self.opcodes["MUFU"]
 
     def making(self, products: float) -> Step:
-        """The same step with as many more rounds of its inner loops as make so many multiply-adds."""
+        """The same step, with enough further rounds of its inner loops to make ``products`` multiply-adds."""
         if self.inner is None or products <= self.products:
             return self
         rounds = (products - self.products) / self.inner.products
@@ -93,7 +93,7 @@ class Step(NamedTuple):
 
 
 def find_disassembler() -> Path | None:
-    """nvdisasm of the installed wheels, or on the path."""
+    """nvdisasm from the installed wheels, or on PATH."""
     found = importlib.util.find_spec("nvidia")
     folders = [] if found is None else list(found.submodule_search_locations or ())
     wheels = (path for folder in folders for path in sorted(Path(folder).glob("*/bin/nvdisasm")))
@@ -102,9 +102,9 @@ def find_disassembler() -> Path | None:
 
 
 def disassemble(cubin: bytes, *options: str) -> str:
-    """What nvdisasm prints of a cubin's code.
+    """The text that nvdisasm prints of a cubin's code.
 
-    Raises FileNotFoundError where it is not installed, CalledProcessError where it cannot read the cubin.
+    Raises FileNotFoundError if it is not installed, CalledProcessError if it cannot read the cubin.
     """
     tool = find_disassembler()
     if tool is None:
@@ -119,10 +119,10 @@ def disassemble(cubin: bytes, *options: str) -> str:
 
 
 def main_step(text: str, products: float) -> Step | None:
-    """Of a kernel's disassembly: the loop with the most multiply-adds up to so many, and of those the shortest.
+    """The loop of a disassembled kernel with the most multiply-adds up to ``products``, and the shortest of those.
 
-    products: of a warp and step. What loops inside make of them is in the step, with as many rounds as that takes. None
-    for a kernel without such a loop that has exponentials, too.
+    products: of a warp and step. The step includes as many rounds of the loops inside as make them. None for a kernel
+    without such a loop that also has exponentials.
     """
     found = [step for step in steps(text) if step.products <= products]
     best = max(found, key=lambda step: (step.products, -step.instructions), default=None)
@@ -130,9 +130,9 @@ def main_step(text: str, products: float) -> Step | None:
 
 
 def steps(text: str) -> list[Step]:
-    """Of a kernel's disassembly: every loop with products and exponentials."""
+    """Every loop of a disassembled kernel that has products and exponentials."""
     lines = _lines(text)
-    # Waits that spin lie behind the kernel's end, and jump back into the loops without a condition.
+    # Spinning waits lie behind the kernel's end, and jump back into the loops without a condition.
     spans = [
         (line.target, end + 1)
         for end, line in enumerate(lines)
@@ -151,7 +151,7 @@ def steps(text: str) -> list[Step]:
 
 
 def _together(rounds: Sequence[Step]) -> Step:
-    """One round of each."""
+    """The sum of one round of each."""
     return Step(
         sum((one.opcodes for one in rounds), collections.Counter()),
         sum(one.products for one in rounds),
@@ -173,7 +173,7 @@ def _lines(text: str) -> list[_Line]:
         elif instruction := _INSTRUCTION.match(line):
             predicate, name, operands = instruction.groups()
             target = _TARGET.search(operands) if name.startswith("BRA") else None
-            # A branch may name its predicate as an operand, too.
+            # A branch may also name its predicate as an operand.
             conditional = predicate is not None or operands.startswith(("P", "UP", "!"))
             found.append((name, operands, conditional, target[1] if target else None))
     return [_Line(*line[:3], labels.get(line[3]) if line[3] else None) for line in found]
@@ -195,7 +195,7 @@ def _step(lines: Sequence[_Line], span: tuple[int, int]) -> Step:
 def _kept(lines: Sequence[_Line], span: tuple[int, int]) -> tuple[list[_Line], int]:
     """The instructions of an iteration without a mask, and how many others there are.
 
-    A mask is what a branch passes by: no products and no exponentials, and more than a few instructions.
+    A mask is more than `_SHORT` instructions that a branch skips, without products and exponentials.
     """
     kept: list[_Line] = []
     at, masks = span[0], 0
@@ -212,7 +212,7 @@ def _kept(lines: Sequence[_Line], span: tuple[int, int]) -> tuple[list[_Line], i
 
 
 def _overlapped(kept: Sequence[_Line]) -> int:
-    """Exponentials after the first wait that leaves products running, up to the next that leaves none."""
+    """Exponentials between a wait that leaves products running and the next one that leaves none."""
     count, running = 0, False
     for line in kept:
         if line.opcode == "WARPGROUP" and _FIRST_WAIT in line.operands:
@@ -232,7 +232,7 @@ def _products(line: _Line) -> float:
 
 def _shared(line: _Line) -> float:
     if group := _GROUP_PRODUCT.match(line.name):
-        # 32 bytes of each column of B, and of each of A's 64 rows where a descriptor stands for both operands.
+        # 32 bytes of each column of B, and of each of A's 64 rows if both operands have descriptors.
         both = line.operands.partition(",")[2].lstrip().startswith("gdesc")
         return 32 * (int(group[1]) + 64 * both) / 4
     if line.opcode in ("LDSM", "STSM"):
