@@ -1,6 +1,7 @@
 """A tiny character transformer in NumPy: its loss, its gradients written out by hand, and AdamW.
 
-Embedding, blocks of RMSNorm, grouped-query attention and a squared-ReLU MLP. The caller provides attention.
+It has an embedding and blocks of RMSNorm, grouped-query attention and a squared-ReLU MLP. The caller provides
+attention.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """context: characters that the model learns to look back on. learning_rate: AdamW's highest, after a warm-up."""
+    """context: characters of a training sequence. learning_rate: AdamW's highest, after a warm-up."""
 
     layers: int = 2
     width: int = 128
@@ -71,7 +72,7 @@ class Block:
 
 @dataclass(slots=True)
 class Model:
-    """The weights by name, all float32 (or float64, to check gradients), and the functions of them."""
+    """The weights by name, all float32 (or float64, to check gradients), and the model's functions."""
 
     settings: Settings
     weights: dict[str, Array] = field(default_factory=dict)
@@ -100,7 +101,9 @@ class Model:
         return model
 
     async def loss(self, tokens: Tokens, attention: Attention) -> tuple[float, dict[str, Array]]:
-        """The mean cross-entropy of predicting each next character, in nats, and its gradient by every weight."""
+        """The mean cross-entropy of predicting each next character, in nats, and its gradient with respect to each
+        weight.
+        """
         blocks: list[Block] = []
         x = self.weights["embedding"][tokens[:, :-1]]
         for layer in range(self.settings.layers):
@@ -123,7 +126,7 @@ class Model:
         return h, q, k, v
 
     def finish(self, layer: int, x: Array, out: Array) -> tuple[Array, Array, Array, Array]:
-        """(x after attention, its normalised form, the MLP's inside, x after the block)."""
+        """(x after attention, its normalised form, the MLP's activation, x after the block)."""
         middle = x + out.reshape(*x.shape[:-1], -1) @ self.weights[f"{layer}.o"]
         g = normalise(middle, self.weights[f"{layer}.gain_mlp"])
         up = np.maximum(g @ self.weights[f"{layer}.up"], 0)
@@ -144,7 +147,7 @@ class Model:
     async def _block_backward(
         self, layer: int, dx: Array, block: Block, attention: Attention, gradients: dict[str, Array]
     ) -> Array:
-        """The gradient by the block's input; those of its weights go into ``gradients``."""
+        """The gradient with respect to the block's input. Those of its weights go into ``gradients``."""
         weights = {name: self.weights[f"{layer}.{name}"] for name in ("q", "k", "v", "o", "up", "down")}
         found = {"down": outer(np.square(block.up), dx)}
         dup = 2 * block.up * (dx @ weights["down"].T)
@@ -168,7 +171,7 @@ class Model:
 
 
 def outer(inputs: Array, gradient: Array) -> Array:
-    """The gradient by W of inputs @ W: (in, out), summed over batch and rows."""
+    """The gradient of inputs @ W with respect to W: (in, out), summed over batch and rows."""
     product: Array = inputs.reshape(-1, inputs.shape[-1]).T @ gradient.reshape(-1, gradient.shape[-1])
     return product
 
@@ -180,7 +183,7 @@ def normalise(x: Array, gain: Array) -> Array:
 
 
 def normalise_backward(dy: Array, x: Array, gain: Array) -> tuple[Array, Array]:
-    """(the gradient by x, by the gain)."""
+    """(the gradient with respect to x, that with respect to the gain)."""
     scale = 1 / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + EPSILON)
     scaled = dy * gain
     dx = scale * (scaled - x * np.square(scale) * (scaled * x).mean(axis=-1, keepdims=True))
@@ -188,7 +191,7 @@ def normalise_backward(dy: Array, x: Array, gain: Array) -> tuple[Array, Array]:
 
 
 def cross_entropy(logits: Array, targets: Tokens) -> tuple[float, Array]:
-    """The mean over all targets, and its gradient by the logits."""
+    """The mean over all targets, and its gradient with respect to the logits."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
     total = np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     log_probabilities = shifted - total
@@ -199,7 +202,7 @@ def cross_entropy(logits: Array, targets: Tokens) -> tuple[float, Array]:
 
 
 class AdamW:
-    """Loshchilov and Hutter, arXiv 1711.05101, with a linear warm-up and a cosine to a tenth."""
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with a linear warm-up and a cosine decay to a tenth."""
 
     def __init__(self, model: Model) -> None:
         self._model = model

@@ -1,11 +1,11 @@
-"""A server on FastAPI: a model of torch's, and one step of a KvCache for a token of each running text.
+"""A server on FastAPI: a torch model that takes one step of a KvCache for a token of each running text.
 
     pip install -e ".[asgi]" fastapi uvicorn torch
     uvicorn --app-dir examples fastapi_server:app
     curl -N localhost:8000/generate -H 'Content-Type: application/json' -d '{"tokens": [3, 14, 15], "count": 8}'
 
-The model's weights are random, so its tokens mean nothing. A text joins the batch with its whole prompt and leaves it
-after its last token, or when its client hangs up. Its pages are free then.
+The model's weights are random, so its tokens mean nothing. A text joins the batch with its whole prompt. It leaves, and
+its pages are freed, after its last token or when its client hangs up.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WIDTH = HEADS * HEAD_DIM
 
 
 class Model(nn.Module):  # type: ignore[misc]
-    """Attention and an MLP in each layer, over the sum of a token's and a place's embedding."""
+    """Attention and an MLP in each layer, over the sum of a token's and a position's embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Model(nn.Module):  # type: ignore[misc]
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def next_tokens(self, new: list[list[int]], first: list[int], attend: Callable[..., torch.Tensor]) -> list[int]:
-        """The most likely token after each text, from its new ones, of which the first is at place ``first``."""
+        """The most likely next token of each text, from its new tokens, which begin at position ``first``."""
         device = self.head.weight.device
         places = [place for begin, part in zip(first, new, strict=True) for place in range(begin, begin + len(part))]
         x = self.tokens(torch.tensor([token for part in new for token in part], device=device))
@@ -59,8 +59,8 @@ class Model(nn.Module):  # type: ignore[misc]
 @dataclass(eq=False)
 class Text:
     seq: ga.KvSequence
-    tokens: list[int]  # the prompt and what came after it
-    end: int  # the most tokens
+    tokens: list[int]  # the prompt and what follows it
+    end: int  # the length at which the text ends
     events: asyncio.Queue[str | None] = field(default_factory=asyncio.Queue)
 
 
@@ -69,7 +69,7 @@ class Batch:
         self.model, self.cache, self.texts, self.joined = model, cache, list[Text](), asyncio.Event()
 
     async def run(self) -> None:
-        """Give each running text a token, again and again."""
+        """Give each running text one token after another."""
         while await self.joined.wait():
             texts, seqs = self.texts.copy(), [text.seq for text in self.texts]
             first = [self.cache.length(seq) for seq in seqs]
@@ -92,7 +92,7 @@ class Batch:
     def leave(self, text: Text) -> None:
         if text in self.texts:
             self.texts.remove(text)
-            self.cache.free(text.seq)  # takes effect after a step that has it
+            self.cache.free(text.seq)  # takes effect after a running step of it
             text.events.put_nowait(None)
         if not self.texts:
             self.joined.clear()
@@ -105,7 +105,7 @@ class Batch:
             while (event := await text.events.get()) is not None:
                 yield event
         finally:
-            self.leave(text)  # of a client that has left
+            self.leave(text)  # the client may have left
 
 
 @asynccontextmanager

@@ -60,7 +60,7 @@ _PROMPTS = (
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A request to be made. delay: seconds after the start."""
+    """A request to make. delay: seconds after the start."""
 
     number: int
     prompt: str
@@ -70,7 +70,7 @@ class Demand:
 
 @dataclass(slots=True)
 class Story:
-    """The outcome of a request. drift: the largest difference of its logits to the plain ones, or None."""
+    """The outcome of a request. drift: the largest difference of its logits from the plain ones, or None."""
 
     demand: Demand
     tokens: list[int] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Story:
 
 
 class Screen:
-    """Shows texts as they grow, one a line on a terminal; elsewhere each text when it has ended."""
+    """Shows texts as they grow, one a line, on a terminal. Elsewhere it writes each text when it has ended."""
 
     def __init__(self, write: Callable[[str], object], live: Live | None) -> None:
         self._write = write
@@ -120,7 +120,7 @@ class Screen:
 
 
 class Lines:
-    """The same as one JSON object a line."""
+    """Writes the same as one JSON object a line."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
@@ -222,7 +222,7 @@ def drift(job: Job, generation: Generation, tokens: list[int]) -> float:
 
 
 def demands_of(arguments: argparse.Namespace) -> list[Demand]:
-    """--requests demands over the prompts in turn, with lengths and arrivals drawn from the seed."""
+    """Make --requests demands over the prompts in turn, with lengths and arrivals drawn from the seed."""
     rng = np.random.default_rng(arguments.seed)
     prompts = arguments.prompt or list(_PROMPTS)
     longest = arguments.max_new_tokens
@@ -282,7 +282,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Run the command. 1 where a request fails, with the reason on stderr."""
+    """Run the command. Returns 1 if a request fails, with the reason on stderr."""
     arguments = parse(given)
     console = Console()
     write = sys.stdout.write

@@ -9,9 +9,9 @@
     GET  /readyz    200 when requests are answered, else 503 and the reason
     GET  /metrics   Prometheus' text format
 
-The probe port answers the last three from a thread of its own, also while the server is busy. `gpu_actors.asgi` does
-deadlines, bodies, clients that hang up, errors (problem+json) and leaving. Here are a model, the requests that it takes
-and the number of them that it works on at once.
+The probe port answers the last three from a thread of its own, even while the server is busy. `gpu_actors.asgi` does
+deadlines, bodies, clients that hang up, errors (problem+json) and shutdown. This file has a model, the requests that it
+takes and the number of them that it works on at once.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ __all__ = ["Server", "Settings", "create_app", "from_environment"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Sizes are bounds on one request unless they say otherwise; times are in seconds.
+    """Sizes are bounds on one request unless noted otherwise. Times are in seconds.
 
-    max_running, max_waiting, queue_seconds: see `Admission`.
-    max_body_bytes, max_held_bytes, body_seconds: see `Bodies`. default_timeout, longest_timeout: see `Guard`.
-    probe_host, probe_port, probe_ports, proof_seconds, exit_when_dead: see `Probes`.
-    leave_seconds: how long /readyz says that the server is leaving before it stops to listen.
+    max_running, max_waiting, queue_seconds: see `Admission`. max_body_bytes, max_held_bytes, body_seconds: see
+    `Bodies`. default_timeout, longest_timeout: see `Guard`. probe_host, probe_port, probe_ports, proof_seconds,
+    exit_when_dead: see `Probes`. leave_seconds: how long /readyz says that the server is leaving before it stops
+    listening.
     """
 
     device: str
@@ -86,9 +86,7 @@ class Server:
 
 
 def create_app(settings: Settings) -> Starlette:
-    """The application. It is ready once the encoder has answered its first text, so no client waits for the
-    encoder to load.
-    """
+    """The application. It is ready once the encoder has answered its first text, so no client waits for it to load."""
     admission = Admission(settings.max_running, waiting=settings.max_waiting, queue_seconds=settings.queue_seconds)
     bodies = Bodies(
         max_bytes=settings.max_body_bytes, max_held_bytes=settings.max_held_bytes, seconds=settings.body_seconds
@@ -141,12 +139,12 @@ def from_environment() -> Starlette:
 async def embed(request: Request) -> Response:
     server: Server = request.app.state.server
     deadline, client = asgi.deadline(request), asgi.client(request)
-    await request.body()  # a client that sends it slowly keeps no other out
+    await request.body()  # outside of admission: a slow client blocks no other one
     async with server.admission.reading(deadline, client=client):
         texts = _texts(await asgi.json_body(request), server.settings)
     async with server.admission.place(deadline, cost=len(texts), client=client):
         result = await server.embedder.embed(texts, deadline=deadline)
-        # Ten thousand numbers take as many microseconds and more to spell: not on the loop.
+        # Spelling out ten thousand numbers takes as many microseconds or more: not on the loop.
         return Response(await anyio.to_thread.run_sync(_spelled, result), media_type="application/json")
 
 
@@ -185,12 +183,12 @@ def main() -> None:
     parser.add_argument("--exit-when-dead", action="store_true", help=f"exit with {EXIT_CODE} once the device is lost")
     given = vars(parser.parse_args())
     host, port, workers, device = (given.pop(name) for name in ("host", "port", "workers", "device"))
-    # Workers are processes of their own, which get their settings from the environment.
+    # Workers are processes, which get their settings from the environment.
     if device is not None:
         os.environ["GPU_ACTORS_DEVICE"] = device
     os.environ["INFERENCE_SERVER"] = json.dumps(given | {"probe_ports": workers})
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
-    # Whole workers are known by their module's name.
+    # Several workers import the application by its module's name.
     app = "inference_server:from_environment" if workers > 1 else from_environment
     # No access log: asgi.Guard logs each request.
     uvicorn.run(
@@ -202,7 +200,7 @@ def main() -> None:
         access_log=False,
         http="gpu_actors.serving.protocol:Protocol",  # bounds on heads
         timeout_graceful_shutdown=60,
-        # Else a worker that imports for 5 s, on a busy machine, is killed before it can answer.
+        # By default a worker that imports for 5 s, on a busy machine, is killed before it can answer.
         timeout_worker_healthcheck=60,
     )
 

@@ -24,7 +24,7 @@ Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Model:
-    """Attention and an MLP in each layer, over the sum of a token's and a place's embedding."""
+    """Attention and an MLP in each layer, over the sum of a token's and a position's embedding."""
 
     def __init__(self, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -38,9 +38,9 @@ class Model:
         self.head = weights(WIDTH, VOCABULARY)
 
     def next_token(self, tokens: Sequence[int], first: int, attend: Callable[..., Array]) -> int:
-        """The token after ``tokens``, of which the first is at place ``first``.
+        """The token after ``tokens``, whose first is at position ``first``.
 
-        attend: gives the attention of a layer, from its number and q, k and v (1, rows, heads, head_dim).
+        attend: returns the attention of a layer, from its number and q, k and v (1, rows, heads, head_dim).
         """
         rows = len(tokens)
         x = self.tokens[list(tokens)] + self.places[first : first + rows]
@@ -63,7 +63,7 @@ async def decode(cache: ga.KvCache, model: Model, prompt: Sequence[int], count: 
     for _ in range(count):
         first = cache.length(seq)
         new = tokens[first:]
-        # No request on seq is awaited within the block: it would wait for the end of the step.
+        # No request on seq is awaited within the block, because it would wait for the end of the step.
         async with await cache.step([seq], heads_q=HEADS, rows=len(new)) as step:
             token = model.next_token(new, first, step.attend)
         tokens.append(token)

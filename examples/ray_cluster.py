@@ -4,9 +4,9 @@
     python examples/ray_cluster.py docs --address auto --device auto --workers 8  a cluster: a GPU for each worker
 
 Each worker embeds its share of the passages with all-MiniLM-L6-v2, in one call beside its context. Then a tiny Llama
-with random weights, in NumPy here, generates from the passage that answers --query best. The cache of each layer is
-dealt out over the workers, every step asks all of them, and every step's logits are compared with those of the model in
-NumPy alone. Needs the extras "demo" and "ray".
+with random weights, in NumPy in this process, generates from the passage that answers --query best. The cache of each
+layer is dealt out over the workers, and every step asks all of them. The logits of every step are compared with those
+of the model in NumPy alone. Needs the extras "demo" and "ray".
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SUFFIXES = (".md", ".rst", ".txt")
 
 
 class Generated(NamedTuple):
-    """tokens: of the text. drift: the largest difference of a logit to the model's in NumPy alone."""
+    """tokens: of the text. drift: the largest difference of a logit from the model's in NumPy alone."""
 
     tokens: list[int]
     drift: float
@@ -49,7 +49,7 @@ class Generated(NamedTuple):
 async def embed(pool: ContextPool, texts: list[str], weights: str | None = None) -> np.ndarray[Any, Any]:
     """Unit vectors, (texts, 384) float32: a share of the texts on each worker.
 
-    A worker that is lost loses its share to another one: embedding has no state.
+    If a worker is lost, another one takes its share, because embedding has no state.
     """
     shares = np.array_split(np.array(texts, object), len(pool.workers))
 
@@ -65,13 +65,13 @@ def _remote(ctx: ga.GpuContext) -> RemoteContext:
 
 
 async def _embed(ctx: ga.GpuContext, texts: list[str], weights: str | None) -> np.ndarray[Any, Any]:
-    """In the worker."""
+    """Embed in the worker."""
     embedder = await Embedder.open(ctx, weights)
     return (await embedder.embed(texts)).vectors
 
 
 async def generate(pool: ContextPool, model: Llama, prompt: list[int], count: int) -> Generated:
-    """The ``count`` tokens that follow a prompt, each the likeliest. Keys and values lie on all workers of the pool."""
+    """The ``count`` most likely tokens that follow a prompt. Keys and values lie on all workers of the pool."""
     config = model.config
     rows = len(prompt) + count
     cache = ShardedKvCache(
@@ -100,7 +100,7 @@ async def generate(pool: ContextPool, model: Llama, prompt: list[int], count: in
 
 
 def _turned(heads: Any, first: int, config: LlamaConfig) -> Any:
-    """The rotary embedding of rows from position ``first`` on: column i and column i + head_dim / 2 are a pair."""
+    """The rotary embedding of rows from position ``first`` on: columns i and i + head_dim / 2 are a pair."""
     angles = np.arange(first, first + len(heads))[:, None, None] * np.array(config.inv_freq)
     low, high = np.split(heads, 2, axis=-1)
     turned = [low * np.cos(angles) - high * np.sin(angles), high * np.cos(angles) + low * np.sin(angles)]
@@ -119,7 +119,7 @@ def _say(line: str) -> None:
 
 
 async def run(options: argparse.Namespace) -> float:
-    """Do both, and say so. Gives the drift."""
+    """Embed, then generate, and print the results. Returns the drift."""
     passages = _passages(options.folder, options.weights)
     if not passages:
         raise SystemExit(f"{options.folder} has no text: *{', *'.join(_SUFFIXES)}")

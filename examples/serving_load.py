@@ -3,10 +3,11 @@
     python examples/serving_load.py --device mock --connections 16 256 1024 --seconds 20
 
 Starts `inference_server.py` on loopback, and that many clients for each number of connections. A client sends its next
-request as soon as the last one is answered, also with a refusal (--patient: once Retry-After has passed). Another
-process asks /livez on the probe port four times a second meanwhile. Clients, server and encoder share this machine's
-CPUs, so the figures compare loads of one run with each other; they do not hold for another machine, nor for a
-GPU. Loads take turns, --rounds times, because machines drift. Prints a row for each, or everything with --json.
+request as soon as the last one is answered, even by a refusal (--patient: once Retry-After has passed). Meanwhile
+another process asks /livez on the probe port up to four times a second. Clients, server and encoder share this
+machine's CPUs, so the figures compare loads of one run with each other; they do not hold for another machine or for a
+GPU. Loads take turns, --rounds times, because a machine's speed drifts. Prints a row for each load to stderr, then
+their ratios, or everything with --json.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ SENTENCE = "The valve closes when the float has risen, and it opens again an hou
 class Load:
     """What clients saw. Times are in seconds; latencies are those of answers with status 200.
 
-    cpu: processor time that the server used. Where other work takes a changing share of the CPUs, answers for each
-    second of it compare two loads better than answers a second.
+    cpu: processor time that the server used. If other work takes a changing share of the CPUs, answers per second of it
+    compare two loads better than answers a second.
     """
 
     connections: int
@@ -60,7 +61,7 @@ class Load:
 
     @property
     def frugality(self) -> float:
-        """Answers for each second of the server's processor time."""
+        """Answers per second of the server's processor time."""
         return self.statuses["200"] / self.cpu if self.cpu else 0.0
 
     def row(self) -> dict[str, object]:
@@ -115,7 +116,7 @@ async def measure(port: int, connections: int, seconds: float, texts: int, patie
     start = time.monotonic()
     asking = [client(port, head.encode() + body, load, start + seconds, patient) for _ in range(connections)]
     tasks = [asyncio.ensure_future(one) for one in asking]
-    # Clients without an answer hang up, which stops their work.
+    # Clients that have no answer yet hang up, which stops their work.
     _, late = await asyncio.wait(tasks, timeout=seconds)
     load.seconds = time.monotonic() - start
     for task in late:
@@ -125,7 +126,7 @@ async def measure(port: int, connections: int, seconds: float, texts: int, patie
 
 
 def probe(port: int, pipe: Connection) -> None:
-    """Ask /livez four times a second until told to stop, then hand over how long each answer took."""
+    """Ask /livez, 0.25 s after each answer, until told to stop. Then send how long each answer took."""
     took: list[float] = []
     while not pipe.poll(0.25):
         start = time.monotonic()
@@ -140,7 +141,7 @@ def probe(port: int, pipe: Connection) -> None:
 
 @contextmanager
 def serving(device: str, options: list[str]) -> Iterator[tuple[int, int, int]]:
-    """A server of its own process; gives its port, its probe port and its process id."""
+    """Start a server process. Yields its port, its probe port and its process id."""
     command = [sys.executable, str(SERVER), "--device", device, "--port", "0", "--probe-port", "0", *options]
     with tempfile.NamedTemporaryFile("w+") as log, subprocess.Popen(command, stderr=log, stdout=log) as process:
         try:
@@ -183,7 +184,7 @@ def run(arguments: argparse.Namespace, options: list[str]) -> list[Load]:
 
 
 def summary(loads: list[Load], first: int) -> list[dict[str, object]]:
-    """Each load beside the first one of its round: the median of the ratios, and all of them."""
+    """Each load compared with the first one of its round: the median of the ratios, and all of them."""
     rounds = [loads[start : start + first] for start in range(0, len(loads), first)]
     rows: list[dict[str, object]] = []
     for place in range(first):
@@ -213,11 +214,11 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=8, help="in one request, of some 90 tokens each")
     parser.add_argument("--patient", action="store_true", help="wait for as long as Retry-After says")
     parser.add_argument("--json", action="store_true")
-    # Everything else is the server's.
+    # All other options are the server's.
     arguments, options = parser.parse_known_args()
     if max(arguments.connections) > 4096 or arguments.seconds > 120 or arguments.rounds > 20:
         parser.error("at most 4096 connections, 120 seconds and 20 rounds")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the server would be left running
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # otherwise the server would be left running
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     loads = run(arguments, options)

@@ -40,7 +40,7 @@ DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.f
 
 
 class Corpus:
-    """The text to learn, one index a character. Characters outside of ASCII are left out."""
+    """The text to learn, one index a character. Characters outside ASCII are left out."""
 
     def __init__(self, text: str) -> None:
         kept = [character for character in text if character.isascii()]
@@ -55,26 +55,26 @@ class Corpus:
         return cls("\n".join(path.read_text(encoding="utf-8") for path in files))
 
     def encode(self, text: str) -> Tokens:
-        """Indices of the characters that the corpus has."""
+        """Indices of the characters. Those that the corpus lacks are left out."""
         return np.array([self._index[character] for character in text if character in self._index], np.int64)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(self.alphabet[token] for token in tokens)
 
     def batch(self, rng: np.random.Generator, size: int, length: int) -> Tokens:
-        """size pieces of length + 1 characters: the inputs and, one further on, the targets."""
+        """``size`` pieces of length + 1 characters: the inputs and, shifted by one, the targets."""
         starts = rng.integers(len(self.tokens) - length, size=size)
         pieces: Tokens = self.tokens[starts[:, None] + np.arange(length + 1)]
         return pieces
 
 
 class ServiceAttention:
-    """Attention by the service, in a dtype of its own: mixed precision. The dtype of q, k and v where None is given."""
+    """Attention by the service, in a dtype of its own for mixed precision. If it is None, in that of q, k and v."""
 
     def __init__(self, context: ga.GpuContext, heads: int, dtype: Any = None) -> None:
         self._flash_attn = context.flash_attn
         self.dtype = dtype
-        # Steeper than ALiBi's own: the characters just before the next one say most about it.
+        # Steeper than ALiBi's own, because the characters just before the next one matter most for it.
         self.slopes = (2.0 ** (1.0 - np.arange(heads))).astype(np.float32)
         self._options: dict[str, Any] = {"causal": True, "alibi_slopes": self.slopes}
 
@@ -89,12 +89,12 @@ class ServiceAttention:
         return AttentionGradient(*(gradient.astype(kept) for gradient in gradients[:3]))
 
     def cast(self, *arrays: Array) -> list[Array]:
-        """The arrays as attention takes them."""
+        """The arrays in the dtype of attention."""
         return [array.astype(self.dtype or array.dtype, copy=False) for array in arrays]
 
 
 async def train(model: Model, corpus: Corpus, attention: Attention) -> AsyncIterator[float]:
-    """Take ``settings.steps`` steps, giving the loss before each."""
+    """Take ``settings.steps`` steps, yielding the loss before each."""
     settings, optimiser = model.settings, AdamW(model)
     rng = np.random.default_rng(settings.seed + 1)
     for _ in range(settings.steps):
@@ -105,7 +105,7 @@ async def train(model: Model, corpus: Corpus, attention: Attention) -> AsyncIter
 
 
 class Memory:
-    """The keys and values of the text that the model has read, a paged cache a layer."""
+    """The keys and values of the text that the model has read, in a paged cache for each layer."""
 
     def __init__(self, caches: Sequence[tuple[ga.KvCache, ga.KvSequence]], attention: ServiceAttention) -> None:
         self._caches = caches
@@ -116,7 +116,7 @@ class Memory:
     async def open(
         cls, context: ga.GpuContext, settings: Settings, attention: ServiceAttention, rows: int
     ) -> AsyncIterator[Memory]:
-        """Room for a text of that many characters."""
+        """Memory for a text of up to ``rows`` characters."""
         size: dict[str, Any] = {"kv_heads": settings.heads_kv, "head_dim": settings.head_dim, "page_size": PAGE}
         dtype = np.dtype(attention.dtype or np.float32).name
         async with AsyncExitStack() as stack:
@@ -128,7 +128,7 @@ class Memory:
             yield cls(caches, attention)
 
     async def attend(self, layer: int, q: Array, k: Array, v: Array) -> Array:
-        """Attention of new rows to all so far, themselves among them; all (1, rows, heads, head_dim)."""
+        """Attention of the new rows to all rows so far, including themselves; all (1, rows, heads, head_dim)."""
         cache, sequence = self._caches[layer]
         result = await cache.attend(q, [sequence], k=k, v=v, alibi_slopes=self._slopes)
         out: Array = result.out
@@ -148,7 +148,7 @@ async def read(model: Model, memory: Memory, attention: ServiceAttention, tokens
 async def continue_text(
     model: Model, corpus: Corpus, context: ga.GpuContext, attention: ServiceAttention, prompt: str, length: int
 ) -> AsyncIterator[str]:
-    """Draw ``length`` characters after the prompt. Each is read once: the text before it is in the cache."""
+    """Draw ``length`` characters after the prompt. Each is read once, because the cache holds the text before it."""
     rng, new = np.random.default_rng(model.settings.seed), corpus.encode(prompt)
     async with Memory.open(context, model.settings, attention, len(new) + length) as memory:
         for _ in range(length):
@@ -164,7 +164,7 @@ def draw(logits: Array, rng: np.random.Generator, temperature: float = 0.8) -> i
 
 
 def save_curve(losses: Sequence[float], path: Path) -> bool:
-    """Write the losses as a PNG. False where matplotlib is not installed."""
+    """Write the losses as a PNG. False if matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
