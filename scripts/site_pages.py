@@ -1,7 +1,7 @@
-"""A hook of mkdocs: pages of the site that lie outside of docs/, and links between them and the others.
+"""A hook of mkdocs for the site's pages from outside docs/, and for links between them and the others.
 
-README, CONTRIBUTING and their like stay where a reader of the repository looks for them. A link to a file that the site
-does not have becomes the file's name.
+README, CONTRIBUTING and similar files stay where a reader of the repository looks for them. A link to a file that is
+not on the site becomes the file's name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Where a file of the repository is in the site, as if it lay in docs/.
+# Paths of the repository's files in the site, relative to docs/.
 MOVED = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",

@@ -3,8 +3,8 @@
 python scripts/way.py            a line a kind of request
 python scripts/way.py --files    and the files, in the order in which they are entered
 
-A file is entered when one of its functions is called, on any thread, from the call of the handle to the awaited
-answer. The oracle (gpu_actors/reference) takes a kernel's place there: neither it nor what it calls is counted.
+A file is entered when one of its functions is called, on any thread, from the call of the handle to the awaited answer.
+The oracle (gpu_actors/reference) takes a kernel's place there, so neither it nor what it calls is counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Request = Callable[[], Awaitable[Any]]
 
 
 class Steps:
-    """The files of the package that are entered while it is on, and how often the way leads from one into another."""
+    """The files of the package that are entered while ``on`` is set, and how often a thread enters another one."""
 
     def __init__(self) -> None:
         self.files: dict[str, None] = {}
@@ -40,7 +40,7 @@ class Steps:
         self.on = False
 
     def install(self) -> None:
-        """On this thread and on those that start later."""
+        """Watch this thread and those that start later."""
         threading.setprofile(self._enter)
         sys.setprofile(self._enter)
 
@@ -50,7 +50,7 @@ class Steps:
         self.changes = 0
 
     def remove(self) -> None:
-        """From this thread; threads that have it go on calling it in vain."""
+        """Stop watching this thread. Threads that have the hook go on calling it without effect."""
         threading.setprofile(None)
         sys.setprofile(None)
 
@@ -78,7 +78,7 @@ class Steps:
 
 
 async def follow(request: Request, steps: Steps) -> None:
-    """Make the request until it is warm, then once more with the eyes open."""
+    """Make the request until it is warm, then once more while it is watched."""
     for _ in range(WARM):
         await request()
     steps.clear()
@@ -126,7 +126,7 @@ async def _paged(ctx: ga.GpuContext, steps: Steps) -> None:
     async def two() -> None:
         request = {"block_table": table, "cache_seqlens": lengths, "causal": True}
         counting = steps.on
-        # The actor may wake in time to launch the first one alone. Such a try counts for nothing.
+        # The actor may launch the first request alone. Such a try does not count.
         for _ in range(TRIES):
             before = ctx.stats()["flash_attn"].launched
             steps.clear()
@@ -168,7 +168,7 @@ KINDS: dict[str, Callable[[ga.GpuContext, Steps], Awaitable[None]]] = {
 
 
 def main() -> None:
-    """Print the counts, and the files where they are asked for."""
+    """Print the counts, and with --files the files."""
     for name, steps in asyncio.run(ways()).items():
         print(f"{name:20} {len(steps.files):3} files, entered {steps.changes} times")
         if "--files" in sys.argv[1:]:
