@@ -1,4 +1,4 @@
-"""Puts the driver into this process: its library, CuPy's runtime module, and the notes of what is compiled."""
+"""Puts the driver into this process: its library, CuPy's runtime module, and notes of what is compiled."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["FOLDER_VARIABLE", "activate", "driver"]
 
 FOLDER_VARIABLE = "SOFTGPU_FOLDER"
-"""Where the built parts lie, for this process and those that it starts."""
+"""Names the folder of the built parts, for this process and those that it starts."""
 
 _RUNTIME = "cupy_backends.cuda.api.runtime"
 _FINDER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64)
@@ -39,17 +39,17 @@ images = Images()
 
 @functools.cache
 def driver() -> Any:
-    """The library, once it is in this process."""
+    """The driver's library, loaded into this process by the first call."""
     return ctypes.CDLL(str(Path(os.environ[FOLDER_VARIABLE]) / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
 
 
 def activate() -> None:
-    """From now on ``libcuda.so.1`` is the software driver. Must come before CuPy is imported. Idempotent."""
+    """Make ``libcuda.so.1`` the software driver. Must be called before CuPy is imported. Idempotent."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if _RUNTIME in sys.modules:
         raise RuntimeError("CuPy is imported already, with NVIDIA's runtime")
-    # CuPy's own kernels must be compiled here, or it would not be seen what they are made of.
+    # CuPy's own kernels must be compiled here, so that their sources are noted.
     os.environ.setdefault("CUPY_CACHE_IN_MEMORY", "1")
     os.environ["SOFTGPU_LINES"] = shlex.join([sys.executable, "-I", str(Path(__file__).with_name("lines.py"))])
     driver().softgpu_set_finder(_finder)
@@ -66,7 +66,7 @@ _finder = _FINDER(_find)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds CuPy's runtime module in the overlay, and has some modules changed once they are imported."""
+    """Finds CuPy's runtime module in the overlay, and changes some modules once they are imported."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -97,7 +97,7 @@ class _Changed(importlib.abc.Loader):
         self._change()
 
 
-# The changes import the module that they change, which is executed by then: so mypy compares their calls with it.
+# A change imports its module, which is executed by then. So mypy checks its calls against the module.
 
 
 def _note_compiled() -> None:
@@ -129,11 +129,11 @@ def _note_cached() -> None:
 
 
 _POOL_UNIT = 512
-"""Bytes in which CuPy's pool gives memory out."""
+"""CuPy's pool gives memory out in multiples of so many bytes."""
 
 
 def _watch_pool() -> None:
-    """Tells the driver what the device's pool gives out and takes back, which only the pool knows."""
+    """Tell the driver what the device's pool gives out and takes back, because only the pool knows."""
     from gpu_actors.devices.cuda.cupy_api import CupyApi
 
     allocate, free = CupyApi.allocate, CupyApi.free
@@ -153,9 +153,9 @@ def _watch_pool() -> None:
 
 
 def _note_cupys() -> None:
-    """Notes what CuPy compiles.
+    """Note what CuPy compiles.
 
-    NVRTC's own cache is off: for it NVRTC asks a driver that is there for a table which is not documented.
+    NVRTC's own cache is off, because with it NVRTC asks a driver for a table that is not documented.
     """
     from cupy.cuda.compiler import _NVRTCProgram
 

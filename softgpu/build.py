@@ -1,7 +1,7 @@
 """Builds the driver, its worker and CuPy's runtime module, once for each state of their sources.
 
 NVIDIA's runtime is linked into one module of CuPy's wheel, `cupy_backends.cuda.api.runtime`, and accepts no other
-driver. That module alone is built anew, from CuPy's source distribution (MIT) and against the functions of
+driver. Only that module is built again, from CuPy's source distribution (MIT) and against the functions of
 driver/runtime_api.cpp. All other modules are the wheel's.
 """
 
@@ -140,7 +140,7 @@ def _source(cache: Path, version: str) -> Path:
 
 
 def _cython_version() -> str:
-    """The Cython that the wheel's modules were made with: modules of one program share its types."""
+    """The version of Cython that made the wheel's modules. Modules of one program share its types."""
     path = next(Path(str(_cupy().locate_file("cupy_backends/cuda/api"))).glob("runtime.*.so"))
     found = re.search(rb"_cython_(\d+)_(\d+)_(\w+)", path.read_bytes())
     if found is None:
@@ -149,7 +149,7 @@ def _cython_version() -> str:
 
 
 def _tools(cache: Path) -> list[Path]:
-    """The folders of the toolkit's headers."""
+    """The folders of the toolkit's headers. Installs Cython beside them."""
     folder = cache / f"tools-{_cython_version()}"
     if not folder.is_dir():
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
@@ -192,7 +192,7 @@ def _runtime_flags(source: Path, headers: Sequence[Path]) -> list[str]:
 
 
 def _missing(made: Path, runtime: Path, objects: Sequence[Path]) -> Path:
-    """Functions of the runtime that CuPy links and this driver lacks: each says so when it is called."""
+    """Compile the runtime functions that CuPy links and this driver lacks. Each reports itself when it is called."""
 
     def symbols(*command: object) -> set[str]:
         return {line.split()[-1] for line in _run("nm", *command).splitlines() if line.split()}

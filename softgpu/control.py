@@ -18,7 +18,7 @@ __all__ = [
 
 
 def take_findings() -> list[str]:
-    """What the program did that CUDA leaves undefined, since this was last asked."""
+    """What the program did that CUDA leaves undefined, since the last call."""
     found = []
     room = ctypes.create_string_buffer(4096)
     while driver().softgpu_take_finding(room, ctypes.c_size_t(len(room))) & 1:
@@ -34,25 +34,25 @@ def count(what: str) -> int:
 
 
 def fail_allocation(number: int = 1) -> None:
-    """The allocation of device memory of that number from now on fails: out of memory. 0: none does."""
+    """Make allocation ``number`` of device memory from now on fail: out of memory. 0: none fails."""
     driver().softgpu_fail_allocation(ctypes.c_long(number))
 
 
 def fail_pinned(number: int = 1) -> None:
-    """The allocation of page-locked memory of that number fails: out of memory."""
+    """Make allocation ``number`` of page-locked memory from now on fail: out of memory."""
     driver().softgpu_fail_pinned(ctypes.c_long(number))
 
 
 def fail_launch(status: int, number: int = 1) -> None:
-    """The kernel of that number ends with this cudaError, and the device with it."""
+    """Make kernel ``number`` from now on end with this cudaError, which the device then keeps."""
     driver().softgpu_fail_launch(ctypes.c_long(number), ctypes.c_int(status))
 
 
 def lose_event(number: int = 1) -> None:
-    """The record of an event of that number never comes about."""
+    """Make record ``number`` of an event from now on never complete."""
     driver().softgpu_lose_event(ctypes.c_long(number))
 
 
 def slow_copy(seconds: float, number: int = 1) -> None:
-    """The copy of that number takes so long."""
+    """Make copy ``number`` from now on take so long."""
     driver().softgpu_slow_copy(ctypes.c_long(number), ctypes.c_double(seconds))

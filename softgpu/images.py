@@ -1,4 +1,4 @@
-"""What each cubin was made from: noted when the package or CuPy compiles it, or finds it in a cache."""
+"""The sources of cubins, noted when the package or CuPy compiles a cubin or the package finds it in a cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 __all__ = ["Images"]
 
 _INVALID_IMAGE = 200
-# CUDA's own declaration of dynamic shared memory, for which the emulation has a function.
+# CUDA's declaration of dynamic shared memory. The emulation has a function in its place.
 _DYNAMIC_SHARED = re.compile(r"extern\s+__shared__\s+(\w+)\s+(\w+)\s*\[\s*\]\s*;")
 
 # CuPy's headers are for a GPU; one of our own has what its simplest kernels need.
@@ -23,7 +23,7 @@ _CUPYS_HEADER = Path(__file__).parent / "kernels" / "cupy.cuh"
 
 
 class Images:
-    """Cubins by their hash. `find` is what the driver calls."""
+    """The sources of cubins, by the cubins' hashes. The driver calls `find`."""
 
     def __init__(self) -> None:
         self._sources: dict[str, tuple[Any, Any]] = {}
@@ -31,12 +31,12 @@ class Images:
         self._lock = threading.Lock()
 
     def note(self, source: Any, cubin: Any) -> None:
-        """source: a KernelSource. cubin: its Cubin."""
+        """Note what a cubin was made from. source: a KernelSource. cubin: its Cubin."""
         with self._lock:
             self._sources.setdefault(_name(cubin.data), (source, cubin))
 
     def note_cupys(self, text: str, data: bytes) -> None:
-        """text: what CuPy has compiled: a test's kernel or its own. data: the cubin, perhaps without its last byte."""
+        """Note what CuPy compiled. text: a test's kernel or its own. data: the cubin, perhaps without the last byte."""
         from gpu_actors.compiling.elf import whole_cubin
         from gpu_actors.compiling.source import Cubin, KernelResources, KernelSource
         from gpu_actors.devices.emulation.build import find_entries

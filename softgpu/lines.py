@@ -1,4 +1,4 @@
-"""For the driver: ``lines.py LIBRARY NAME ISSUED FRAME...`` prints where a finding was made, as a fault's text says it.
+"""The driver runs ``lines.py LIBRARY NAME ISSUED FRAME...``, which prints where a finding was made, in a fault's words.
 
 NAME: what the kernel's source is called. ISSUED, FRAME: the offsets of `emulation::Fault`.
 """

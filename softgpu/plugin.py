@@ -1,4 +1,4 @@
-"""For pytest: what only hardware can show is left out, and a test in which the driver finds something fails.
+"""For pytest: skips what only hardware can show, and fails a test in which the driver finds something.
 
 Loaded by ``python -m softgpu -m pytest``.
 """

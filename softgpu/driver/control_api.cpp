@@ -15,7 +15,7 @@ using namespace softgpu;
 
 CONTROL void softgpu_set_finder(Finder finder) { set_finder(finder); }
 
-// Writes the oldest finding that has not been taken; false where there is none.
+// Writes the oldest finding that has not been taken. Returns false if there is none.
 CONTROL bool softgpu_take_finding(char* text, std::size_t room) {
   const std::string finding = take_finding();
   if (finding.empty()) return false;
@@ -35,14 +35,14 @@ void report_users(Range range, const char* what) {
 
 }  // namespace
 
-// An allocator above the driver gives these bytes out. Those up to the next multiple of `unit` are nobody's.
+// An allocator above the driver gives these bytes out. Those up to the next multiple of `unit` belong to no allocation.
 CONTROL void softgpu_lease(Address address, std::size_t bytes, std::size_t unit) {
   Held held(state_lock);
   report_users({address, address + bytes}, "is given out");
   lease({address, address + bytes}, (unit - bytes % unit) % unit);
 }
 
-// They come back, so nothing may use them any more that the program has not waited for.
+// The allocator takes the bytes back. No operation that the program has not waited for may still use them.
 CONTROL void softgpu_release(Address address) {
   Held held(state_lock);
   Range part;

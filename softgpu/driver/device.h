@@ -1,4 +1,4 @@
-// Devices: how many there are, what they say of themselves, and which one a thread uses.
+// Devices: how many there are, their attributes, and which one a thread uses.
 #pragma once
 
 #include <string>
@@ -10,10 +10,10 @@ namespace softgpu {
 int device_count();
 std::string device_name(int device);
 
-// CUdevice_attribute, which cudaDeviceAttr equals in what is used here; 0 for an attribute that this device lacks.
+// CUdevice_attribute; cudaDeviceAttr has the same numbers for what is used here. 0 for one that this device lacks.
 int device_attribute(int attribute);
 
-// The device of the calling thread, whose primary context is current; -1 where none is.
+// The device of the calling thread, whose primary context is current, or -1.
 int current_device();
 void set_current_device(int device);
 

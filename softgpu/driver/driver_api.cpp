@@ -27,7 +27,7 @@ namespace {
 Context* context_of(int device) { return reinterpret_cast<Context*>(static_cast<std::intptr_t>(device + 1)); }
 int device_of(const Context* context) { return static_cast<int>(reinterpret_cast<std::intptr_t>(context)) - 1; }
 
-// What every call answers first: no context is current, or the device has failed for good.
+// The first check of every call: a context must be current, and the device must not have failed for good.
 Status entry_status() {
   if (current_device() < 0) return invalid_context;
   return sticky(current_device());
@@ -158,7 +158,7 @@ namespace {
 
 enum class Side { device, pinned, pageable };
 
-// Where the bytes lie; `valid` is false where they are no memory of a device although their address is one's.
+// Where the bytes lie. `valid` is false if they reach past their block of device memory, or if the block was freed.
 Side side_of(Address address, std::size_t bytes, bool* valid) {
   Range block;
   int device;
@@ -329,7 +329,7 @@ CUDA int cuEventCreate(Event** event, unsigned flags) {
   (*event)->timed = !(flags & 2);  // CU_EVENT_DISABLE_TIMING
   return success;
 }
-// "An event may be destroyed before it is complete": whoever waits for it holds its position.
+// "An event may be destroyed before it is complete": its waiters hold its position.
 CUDA int cuEventDestroy_v2(Event* event) {
   Held held(state_lock);
   if (const Status status = entry_status()) return status;

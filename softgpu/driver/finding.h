@@ -5,7 +5,7 @@
 
 namespace softgpu {
 
-// Keeps it for softgpu_take_finding and writes it to the standard error. Each sentence is reported once.
+// Keeps it for softgpu_take_finding and writes it to the standard error, once until it has been taken.
 void report(const std::string& finding);
 
 // The oldest that has not been taken, empty where there is none.

@@ -22,7 +22,7 @@ bool region_of(Address address, Range* region) {
   return true;
 }
 
-// Whatever among the arguments' words could be the address of device memory: pointers, and those in tensor maps.
+// The regions to which a word of the arguments may point: pointers, and addresses in tensor maps.
 std::vector<Range> pointed_to(const Launch& launch) {
   std::vector<Range> found;
   std::size_t offset = 0;
@@ -38,8 +38,8 @@ std::vector<Range> pointed_to(const Launch& launch) {
   return found;
 }
 
-// What a kernel has accessed, as near as its pages tell: where several leases share one, those that its arguments
-// point to.
+// What a kernel has accessed, as exactly as its pages tell. If several leases share a page, only those that its
+// arguments point to.
 void add_accesses(const TouchedRange& touched, const std::vector<Range>& pointed, std::vector<Access>& accesses) {
   const Range range{touched.begin, touched.end};
   const auto add = [&](const Range& part) {

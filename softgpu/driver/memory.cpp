@@ -52,7 +52,7 @@ struct DeviceMemory {
       std::perror("softgpu: no room for the memory of a device");
       std::abort();
     }
-    // A child process shares the file: what it writes would be this process's memory.
+    // A child process would share the file, and its writes would change this process's memory.
     madvise(all, SPAN, MADV_DONTFORK);
     view = static_cast<char*>(all);
   }
@@ -93,7 +93,7 @@ Status allocate(int device, std::size_t bytes, Address* address) {
   const std::size_t room = round_up(bytes, PAGE);
   if (room < bytes || memory.used + room > settings().memory) return out_of_memory;
   if (memory.next + room + 2 * GUARD > memory.first + SPAN) memory.next = memory.first;
-  for (;;) {  // past the blocks that are in the way where addresses come round again
+  for (;;) {  // skips the blocks in the way once addresses start again at the first
     const Range wanted{memory.next, memory.next + room + 2 * GUARD};
     const auto other = std::find_if(memory.blocks.begin(), memory.blocks.end(),
                                     [&](const auto& entry) { return entry.second.pages.overlaps(wanted); });
@@ -167,7 +167,7 @@ void* host_view(Address address) {
 }
 
 void lease(Range part, std::size_t slack) {
-  // A counter that is not cleared may work with -1, and a float with the largest one: so both in turns.
+  // An uncleared counter may work by luck from -1, an uncleared float from a large number: leases get both in turn.
   static bool odd = false;
   std::memset(host_view(part.begin), (odd = !odd) ? LARGE : POISON, part.end - part.begin);
   std::memset(host_view(part.end), CANARY, slack);

@@ -1,9 +1,9 @@
 // Memory: of the devices, and page-locked memory of the host.
 //
 // A device's memory is a file in memory that workers map at the addresses that the program sees. In this process those
-// addresses are inaccessible, as device memory is to a host; the driver's own copies go through a second mapping.
-// A block ends where inaccessible pages begin, as near as its alignment allows. New bytes are poison. An address is not
-// given out again before the whole range has been used.
+// addresses are inaccessible, as device memory is to a host; the driver's own copies go through a second mapping. A
+// block ends where inaccessible pages begin, as near as its alignment allows. New bytes are poison, but zero in blocks
+// over 64 MiB. An address is not given out again before the whole range has been used.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ namespace softgpu {
 using Address = std::uint64_t;
 
 constexpr unsigned char POISON = 0xFF;  // a NaN in every floating-point format, and -1
-constexpr unsigned char LARGE = 0x7F;   // a NaN in fp16 and e4m3, the largest numbers elsewhere
+constexpr unsigned char LARGE = 0x7F;   // a NaN in fp16, e4m3 and e5m2, a very large number elsewhere
 constexpr unsigned char CANARY = 0xC5;  // behind a lease, where nothing may be written
 
 struct Range {

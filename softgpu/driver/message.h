@@ -1,4 +1,4 @@
-// What the driver and a worker process say to each other, over a socket: a launch, and what became of it.
+// The messages of the driver and a worker process, over a socket: a launch, and its outcome.
 #pragma once
 
 #include <cstdint>

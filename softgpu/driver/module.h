@@ -33,13 +33,13 @@ struct Module {
   std::map<std::string, std::unique_ptr<Function>> functions;
 };
 
-// Finds what an image was made from: called with its bytes, answers with lines of text. First the library's path, a
-// tab and what its source is called, then for each kernel: name, registers, static shared bytes, sizes of the arguments. Or "error STATUS", and a line that says
-// what is wrong. The text must live until the thread's next call.
+// Finds what an image with these bytes was made from. Answers with lines of text: first the library's path, a tab and
+// the source's name, then for each kernel: name, registers, static shared bytes, sizes of the arguments. Or "error
+// STATUS" and a line that says what is wrong. The text must live until the thread's next call.
 using Finder = const char* (*)(const void* image, std::uint64_t bytes);
 void set_finder(Finder finder);
 
-// Waits for a compiler, so nothing is locked. An ELF image, whose headers tell its length.
+// image: an ELF file, whose headers tell its length. Waits for a compiler, so nothing is locked.
 Status load(const void* image, Module** module);
 // Those that expect `state_lock`:
 Status adopt(Module* module);

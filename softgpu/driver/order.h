@@ -1,4 +1,4 @@
-// The order that a program asked for: who happens before whom, and accesses that no order separates.
+// The order that a program asked for: which operation happens before which, and accesses that no order separates.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace softgpu {
 
-// Vector clock: by stream, the number of its last operation that is known to come first.
+// A vector clock: for each stream, the number of its last operation that is known to come first.
 class Clock {
  public:
   void join(const Clock& other) {
@@ -35,7 +35,7 @@ struct Access {
   bool writes = false;
 };
 
-// An operation on a stream, as far as its order goes.
+// The place of an operation in the order.
 struct Place {
   std::string name;
   std::uint32_t stream = 0;

@@ -1,6 +1,6 @@
 // The part of the CUDA Runtime API that CuPy calls, on top of the driver's functions. Each group names the section of
-// NVIDIA's "CUDA Runtime API" reference. The toolkit's headers check the signatures. What CuPy links and is not here
-// is made by softgpu/build.py: it returns cudaErrorNotSupported.
+// NVIDIA's "CUDA Runtime API" reference. The toolkit's headers check the signatures. softgpu/build.py makes the
+// functions that CuPy links and that are missing here; they return cudaErrorNotSupported.
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -83,7 +83,7 @@ cudaError_t cudaGetLastError() {
 cudaError_t cudaDriverGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
 
-// What CuPy calls and this driver lacks.
+// Called by a function that CuPy links and this driver lacks.
 cudaError_t softgpu_missing(const char* name) {
   report(std::string(name) + " is called, which this driver does not have");
   return result(cudaErrorNotSupported);

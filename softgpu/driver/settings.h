@@ -1,4 +1,4 @@
-// What the environment says when the library is loaded, and the faults that a test asks for.
+// Settings from the environment, and the faults that a test asks for.
 #pragma once
 
 #include <atomic>
@@ -22,13 +22,13 @@ struct Faults {
   std::atomic<long> pinned{0};      // this cuMemHostAlloc returns out_of_memory
   std::atomic<long> launch{0};      // this kernel ends with launch_status
   std::atomic<int> launch_status{0};
-  std::atomic<long> event{0};  // this record of an event never comes about
+  std::atomic<long> event{0};  // this record of an event never completes
   std::atomic<long> copy{0};   // this copy takes copy_seconds
   std::atomic<double> copy_seconds{0};
 };
 extern Faults faults;
 
-// Whether this call is the one. Counts down.
+// Counts down. True if this call has the fault.
 inline bool strikes(std::atomic<long>& counter) { return counter > 0 && --counter == 0; }
 
 }  // namespace softgpu

@@ -27,7 +27,7 @@ struct State {
   std::map<int, std::shared_ptr<Stream>> legacy;
   std::map<int, Status> failed;
   std::uint32_t streams_made = 0;
-  // What the program's threads have waited for. One clock for all of them: how they order each other is not seen.
+  // What the program's threads have waited for. All share one clock, because how they order each other is not seen.
   Clock host;
 };
 State& state() {
@@ -35,7 +35,7 @@ State& state() {
   return *all;
 }
 
-// How long after it could start an operation does start. Most at once, some a little and few much later.
+// How long an operation that can start is delayed: most not at all, some a little, few much.
 std::chrono::microseconds delay_of(std::uint32_t stream, std::uint64_t number) {
   std::uint64_t z = settings().seed * 0x9E3779B97F4A7C15ull + stream * 0xBF58476D1CE4E5B9ull + number;
   z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
@@ -112,7 +112,7 @@ void serve(std::shared_ptr<Stream> stream) {
     stream->queue.pop_front();
     const Operation& operation = *stream->running;
     std::vector<Access> accesses = operation.step.accesses;
-    // What follows a failure is not done.
+    // Operations after a failure do not run.
     if (sticky(stream->device) == success) {
       held.unlock();
       const auto delay = delay_of(stream->id, operation.place->number);
@@ -243,7 +243,7 @@ Status query(Stream& stream) {
 Status synchronize(Held& held, const Event& event) {
   if (event.captured) return captured_event;
   if (!event.recorded) return success;
-  const Position position = event.position;  // the event may be recorded anew meanwhile
+  const Position position = event.position;  // the event may be recorded again meanwhile
   const bool lost = event.lost;
   return wait_until(held, position.stream->device, position.clock, [&] { return !lost && position.reached(); });
 }

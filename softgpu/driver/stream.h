@@ -3,7 +3,7 @@
 // CUDA Programming Guide, "Asynchronous Concurrent Execution": operations of a stream run in their order; between
 // streams only events, the legacy default stream and the host's waits order anything. Each stream has a thread, which
 // starts an operation once all that must come first is over, and after a delay drawn from the seed, the stream and the
-// operation's number: what the program leaves open comes in many orders.
+// operation's number. So operations that the program leaves unordered run in many orders.
 #pragma once
 
 #include <condition_variable>
@@ -20,14 +20,14 @@
 
 namespace softgpu {
 
-// Over all of the driver's state; never held while an operation runs.
+// Guards all of the driver's state. Not held while an operation runs.
 extern std::mutex& state_lock;
 extern std::condition_variable& state_changed;
 using Held = std::unique_lock<std::mutex>;
 
 struct Stream;
 
-// What an operation does. Runs without the lock; adds to the accesses what it only learns by running.
+// What an operation does. Runs without the lock. Adds the accesses that are known only after it has run.
 using Work = std::function<Status(std::vector<Access>& accesses)>;
 
 // An operation before it has a place on a stream: what a capture keeps.
@@ -66,7 +66,7 @@ struct Operation {
 struct Event {
   Position position;
   bool recorded = false;
-  bool lost = false;      // its record never comes about
+  bool lost = false;      // its record never completes
   bool captured = false;  // last recorded while its stream was being captured
   bool timed = false;
   std::shared_ptr<double> time = std::make_shared<double>(0.0);  // seconds, once reached
@@ -96,16 +96,16 @@ struct Stream : std::enable_shared_from_this<Stream> {
   std::thread::id capture_thread;
 };
 
-// The rest expects the caller to hold the lock, and those that wait give it back meanwhile.
+// The functions below expect the caller to hold the lock. Those that wait release it meanwhile.
 
 std::shared_ptr<Stream> create_stream(int device, unsigned flags, int priority);
 Status destroy_stream(Stream* stream);
 std::uint64_t stream_count();  // those that the program has made and not destroyed
-// The stream behind a handle: null and 1 are the legacy default stream of the current device, 2 the thread's own, which
-// this driver takes for the same one. Null where there is no such stream.
+// The stream behind a handle: null and 1 are the legacy default stream of the current device, 2 is the thread's own,
+// which this driver treats as the same one. Returns null if there is no such stream.
 std::shared_ptr<Stream> find_stream(void* handle);
 
-// Queues a step, or keeps it where the stream is being captured.
+// Queues a step, or adds it to the graph if the stream is being captured.
 Status enqueue(Stream& stream, Step step);
 Status record(Event& event, Stream& stream);
 Status wait_for(Stream& stream, const Event& event);
@@ -119,17 +119,17 @@ Status synchronize_device(Held& held, int device);
 Status begin_capture(Stream& stream, int mode);
 Status end_capture(Stream& stream, Graph** graph);
 // Programming Guide, "Prohibited and Unhandled Operations": a call that may wait for the device breaks the captures of
-// this thread, and those of others whose mode is global.
+// this thread that are not relaxed, and those of others whose mode is global.
 Status refuse_in_capture();
-// Of the calling thread. Gives the former one. A relaxed thread breaks no capture by such a call.
+// Sets the calling thread's mode and returns the former one. A relaxed thread breaks no capture by such a call.
 int exchange_capture_mode(int mode);
 
 // The status that a device keeps once a kernel has failed; success until then.
 Status sticky(int device);
 void fail_device(int device, Status status);
 
-// Operations that are queued or running and may touch the range, and those that have and that the host has not waited
-// for: their names.
+// The names of the operations that may touch the range and are queued or running, and of those that have touched it and
+// that the host has not waited for.
 std::vector<std::string> unfinished_on(Range range);
 
 double now();  // seconds

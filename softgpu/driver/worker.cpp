@@ -28,7 +28,7 @@ class Worker {
     socket_ = ends[0];
     posix_spawn_file_actions_t actions;
     posix_spawn_file_actions_init(&actions);
-    // Duplicates are inherited; low numbers could be taken by one another.
+    // The copies made by dup2 are inherited. The high numbers keep it from replacing one file with the other.
     const int high = fcntl(ends[1], F_DUPFD_CLOEXEC, 100), memory = fcntl(memory_file, F_DUPFD_CLOEXEC, 100);
     posix_spawn_file_actions_adddup2(&actions, high, 3);
     posix_spawn_file_actions_adddup2(&actions, memory, 4);

@@ -1,5 +1,5 @@
-// Worker processes: each runs one kernel at a time, so that kernels of several streams run at once, and one that does
-// not end, or ends its process, leaves the program alone.
+// Worker processes. Each runs one kernel at a time, so that kernels of several streams run at once. A kernel that does
+// not end, or that ends its process, does not harm the program.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ struct Outcome {
   std::vector<TouchedRange> touched;
 };
 
-// Runs it to its end. blocks: the device memory that there is now. seed: of the order of blocks, warps and threads.
+// Runs it to its end. blocks: the device memory that is allocated now. seed: of the order of blocks, warps and threads.
 Outcome run(int device, int memory_file, Range span, const Launch& launch, const std::vector<Range>& blocks,
             std::uint64_t seed);
 

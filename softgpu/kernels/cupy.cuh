@@ -37,7 +37,7 @@ struct CIndexer {
   ptrdiff_t get() const { return index[0]; }
 };
 
-// The bits alone: no kernel known here computes with them.
+// Only the bits, because no kernel known here computes with them.
 struct bfloat16 {
   unsigned short bits;
 };

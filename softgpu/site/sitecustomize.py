@@ -1,4 +1,4 @@
-"""Python imports this at its start: so the processes that tests start have the driver, too."""
+"""Python imports this module at its start, so the processes that tests start have the driver too."""
 
 from __future__ import annotations
 

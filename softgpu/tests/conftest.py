@@ -40,7 +40,7 @@ def _stream() -> Iterator[int]:
 
 @pytest.fixture
 def in_a_process() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs a text with CuPy imported, where the device may fail for good."""
+    """Runs a program with CuPy imported, in a process of its own, whose device may fail for good."""
 
     def run(body: str, **settings: str) -> Any:
         text = "import cupy, numpy as np\nfrom cupy.cuda import driver, runtime\nfrom softgpu import control\n"

@@ -1,4 +1,4 @@
-"""The driver's calls by NVIDIA's documentation: what they do, what they refuse, and faults on demand."""
+"""The driver's calls as NVIDIA documents them: what they do, what they refuse, and faults on demand."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The device layer of the package on the driver: operands, order, memory, failures, what is left behind.
 
-Kernels are of this file; those of the package have tests/gpu.
+The kernels are defined here. tests/gpu has those of the package.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def made() -> Iterator[Device]:
 
 
 def forget() -> None:
-    """What CuPy itself keeps."""
+    """Free what CuPy itself keeps."""
     gc.collect()
     runtime.deviceSynchronize()
     cupy.get_default_memory_pool().free_all_blocks()
@@ -146,7 +146,7 @@ def floats(seed: int) -> np.ndarray[Any, Any]:
 
 
 def check(event: Event, x: Any, y: Any, kept: Any, before: Any) -> None:
-    """After two steps."""
+    """Compare with the expected results of two steps."""
     event.wait()
     np.testing.assert_allclose(np.asarray(get(event.outputs["out"])), x + 2 * y + before + 1, rtol=1e-6)
     np.testing.assert_array_equal(get(event.outputs["counts"]), np.full(N, 2, np.float32))
@@ -190,7 +190,7 @@ def test_operands_on_the_device(made: Device) -> None:
 
 @pytest.mark.parametrize("late", ["x", "y", "kept"])
 def test_work_of_the_callers_stream_is_waited_for(made: Device, stream: int, late: str) -> None:
-    """The value is on its way, on a stream of the caller's, when the request is made."""
+    """A launch waits for the copy to its operand that still runs on the caller's stream."""
     host = {name: floats(n) for n, name in enumerate(("x", "y", "kept"))}
     arrays = {name: cupy.asarray(array) for name, array in host.items()}
     source = cupy.asarray(floats(9))
@@ -208,7 +208,7 @@ def test_work_of_the_callers_stream_is_waited_for(made: Device, stream: int, lat
 
 
 def test_each_of_several_streams_is_waited_for(made: Device, stream: int, other: int) -> None:
-    """Two values are on their way, each on a stream of its own."""
+    """A launch waits for the copies to two operands that still run, each on a stream of its own."""
     host = {name: floats(n) for n, name in enumerate(("x", "y", "kept"))}
     arrays = {name: cupy.asarray(array) for name, array in host.items()}
     sources = {"x": cupy.asarray(floats(8)), "y": cupy.asarray(floats(9))}
@@ -233,7 +233,7 @@ class _Foreign:
 
 
 def test_arrays_of_several_requests_are_joined(made: Device, stream: int) -> None:
-    """The last of them is still being written."""
+    """A launch of joined arrays waits for the one that is still being written."""
     parts = [cupy.asarray(floats(n)[:100]) for n in range(3)]
     source = cupy.asarray(floats(8)[:100])
     runtime.deviceSynchronize()
@@ -351,7 +351,7 @@ def test_closing_over_a_hung_launch_releases_nothing_and_returns() -> None:
         event.wait()
     runtime.memcpy(x.data.ptr, np.ones(1, np.float32).ctypes.data, 4, runtime.memcpyHostToDevice)
     runtime.deviceSynchronize()
-    # The kernel reads what this test writes to end it.
+    # This test ends the kernel by a write that races with the kernel's read.
     assert all(found.startswith("race: ") and "kernel hang" in found for found in control.take_findings())
 
 

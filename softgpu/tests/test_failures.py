@@ -1,4 +1,4 @@
-"""Failures that stay, in processes of their own: what is reported, and what every later call answers."""
+"""Failures that stay, in processes of their own: what is reported, and what every later call returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gpu-actors doctor --launch`` beside real CuPy: what it says of a healthy device, and of each fault of one."""
+"""``gpu-actors doctor --launch`` with real CuPy: its findings for a healthy device, and for each fault."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def examine(built: Path, tmp_path: Path, in_a_process: Any) -> Examine:
-    """Runs a text, and gives the findings: verdict, name, what was found, what to do. settings: of the driver."""
+    """Runs a program and returns the findings: verdict, name, what was found, what to do. settings: of the driver."""
 
     def run(body: str, **settings: str) -> list[list[str]]:
         if not list(built.iterdir()):

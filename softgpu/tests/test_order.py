@@ -1,4 +1,4 @@
-"""What the driver finds where a program leaves an order open, and what it takes for ordered."""
+"""What the driver reports where a program leaves an order open, and what it accepts as ordered."""
 
 from __future__ import annotations
 

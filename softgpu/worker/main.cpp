@@ -85,7 +85,7 @@ Entry find(const std::string& library, const std::string& entry, std::string& er
   return reinterpret_cast<Entry>(function);
 }
 
-// Arguments where a tensor map may lie: aligned to 64 bytes.
+// Copies of the arguments, aligned to 64 bytes because one may be a tensor map.
 struct Arguments {
   struct alignas(64) Line {
     char bytes[64];

@@ -28,7 +28,7 @@ struct Tracked {
 
 std::vector<Tracked> blocks;  // in order; only changed while no kernel runs
 
-// Makes the unit with that address accessible. False where it is in no block, or was accessible already.
+// Makes the unit with that address accessible. False if it is in no block.
 bool touch(std::uint64_t address, bool writes) {
   auto after = std::upper_bound(blocks.begin(), blocks.end(), address,
                                 [](std::uint64_t a, const Tracked& block) { return a < block.first; });
@@ -37,7 +37,7 @@ bool touch(std::uint64_t address, bool writes) {
   if (address >= block.last) return false;
   const std::uint64_t index = (address - block.first) / block.unit;
   const std::uint64_t first = block.first + index * block.unit, bytes = std::min(block.unit, block.last - first);
-  // Another thread may have been here meanwhile: then the access is only tried again.
+  // Another thread may have made it accessible meanwhile. Then the access is only tried again.
   if (writes || block.state[index] == written) {
     block.state[index] = written;
     mprotect(reinterpret_cast<void*>(first), bytes, PROT_READ | PROT_WRITE);
@@ -125,7 +125,7 @@ std::vector<TouchedRange> stop_tracking() {
 
 }  // namespace softgpu
 
-// The emulation sets its handlers through this function, as any library does that this program loads.
+// Libraries that this program loads, such as the emulation, set their handlers through this function.
 extern "C" __attribute__((visibility("default"))) int sigaction(int number, const struct sigaction* action,
                                                                 struct sigaction* before) noexcept {
   using namespace softgpu;
