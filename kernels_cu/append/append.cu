@@ -11,8 +11,8 @@
 //      units of a rotated head, halves:     | 0 1 2 3 | 4 5 | 0 1 2 3 | 4 5 |      a unit takes both halves of its
 //                                           |<-- ROTARY_DIM / 2 -->|     rest      pairs; interleaved, pairs lie in it
 //
-// A row whose place is outside its cache, or whose page is no page of the pool, is written nowhere: so a step that was
-// captured for more sequences than there are pads with rows of length 0.
+// A row is not written if its place is outside its cache or its page is not in the pool. So a step that was captured
+// for more sequences is padded with sequences of length 0.
 #include "append/params.cuh"
 #include "ptx/math.cuh"
 #include "common/vector_rows.cuh"
@@ -25,13 +25,13 @@ static_assert(ROTARY_DIM % 2 == 0 && ROTARY_DIM <= HEAD_DIM, "pairs of columns a
 static_assert(!QUERY || ROTARY_DIM != 0, "q is here only to be rotated");
 
 struct Place {  // of a new row
-  uint64_t k, v;  // addresses of the row of head 0 in the caches; k is 0 where the row is written nowhere
+  uint64_t k, v;  // addresses of the row of head 0 in the caches; k is 0 if the row is not written
   int sequence, position;  // position: of the rotation
 };
 constexpr int LAYOUT_BYTES = MAX_ROWS * (sizeof(Place) + PAIRS * sizeof(float2));
 static_assert(SHARED_BYTES == LAYOUT_BYTES, "the launch must provide this much");
 
-// The sequence whose rows are [ends[s], ends[s + 1]) around `row`. Sequences without rows are passed over.
+// The sequence s with ends[s] <= row < ends[s + 1]. Sequences without rows are skipped.
 DEVICE int sequence_of(const int32_t* ends, int batch, int row) {
   int low = 0, high = batch;  // ends[low] <= row < ends[high]
   while (high - low > 1) {
@@ -42,7 +42,7 @@ DEVICE int sequence_of(const int32_t* ends, int batch, int row) {
   return low;
 }
 
-// Where the caches of a sequence begin, or the page that holds its row number `place`.
+// The address of a sequence's caches, or of the page `block`.
 template <class Pointer>
 DEVICE uint64_t base_of(Pointer cache, int64_t block_stride, int sequence, int block) {
   if constexpr (POINTERS) return static_cast<const uint64_t*>(cache)[sequence];
@@ -76,7 +76,7 @@ DEVICE Place locate(const Params& params, int row) {
 }
 
 #if ROTARY_DIM
-// (cos, sin) of a pair at a position. A position that no table has gives NaN, which shows.
+// (cos, sin) of a pair at a position. A position outside the tables gives NaN.
 DEVICE float2 rotation(const Arguments& arguments, int position, int pair) {
 #if TABLES
   const Params& params = arguments.params;
@@ -96,7 +96,7 @@ DEVICE float quantiser(const float* descales, int64_t row_stride, int64_t head_s
   return 1.0f / descales[sequence * row_stride + head * head_stride];
 }
 
-// N pairs whose halves lie SPAN columns apart, or N / 2 pairs of neighbours.
+// Rotates N pairs whose halves lie SPAN columns apart, or N / 2 pairs of neighbours.
 template <int N, int SPAN, class From, class To>
 DEVICE void rotate(const From* from, To* to, const float2* rotations, float scale) {
   float x[N];
@@ -124,8 +124,8 @@ DEVICE void rotate(const From* from, To* to, const float2* rotations, float scal
   store_elements(to, x, scale);
 }
 
-// One unit of a row of one head. rotations: of the row's position; ROTATED columns of DIM take part. What is not whole,
-// or not aligned, goes the slow way: one element or pair at a time.
+// Moves one unit of a row of one head. rotations: those of the row's position, for ROTATED of the DIM columns. A unit
+// that is not whole, or not aligned, is moved one element or pair at a time.
 template <int DIM, int ROTATED, class From, class To>
 DEVICE void move_unit(int unit, const From* from, To* to, const float2* rotations, float scale) {
   constexpr int N = vector_length<From, To>();
@@ -164,7 +164,7 @@ static_assert(V_UNITS == units_of<HEAD_DIM_V, 0, ELEMENT, CACHE_ELEMENT>(), "the
 static_assert(Q_UNITS == units_of<HEAD_DIM, ROTARY_DIM, ELEMENT, ELEMENT>(), "the grid counts units of q");
 #endif
 
-// Unit number `unit` of a new row: of K first, then of V, then of q.
+// Moves unit `unit` of a new row. The units of K come first, then those of V, then those of q.
 DEVICE void move_row_unit(const Params& params, const Place& at, const float2* rotations, int64_t row, int unit) {
   const int k_units = params.heads_kv * K_UNITS, v_units = params.heads_kv * V_UNITS;
   if (unit < k_units) {

@@ -1,12 +1,12 @@
-// Copies whole pages of K and V from one pool to another. Within one pool this is copy on write, before a sequence writes
-// to a page that it shares. To and from a pool of a sequence's own pages it is how sequences leave a cache and come in.
+// Copies whole pages of K and V from one pool to another. Within one pool this is copy on write, before a sequence
+// writes to a page that it shares. With a pool of a sequence's own pages it exports and imports the sequence.
 //
 //   pairs     | source, destination | source, destination | ...
 //   block     pair 0, part 0 | pair 0, part 1 | ... | pair 1, part 0 | ...      a part is PART_BYTES of the K page, or of
 //                                                                              the V page behind it
 //
-// Within one pool a destination must be no source. No page is the destination of two pairs: pairs are copied in any
-// order. Pairs with a page outside its pool are left out, so a list may be padded with -1.
+// Within one pool no page is both source and destination, and no page is the destination of two pairs, because pairs
+// are copied in any order. Pairs with a page outside its pool are skipped, so a list may be padded with -1.
 #include "ptx/memory.cuh"
 
 LITTLE_ARITHMETIC

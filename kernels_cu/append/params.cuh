@@ -1,4 +1,4 @@
-// What a launch passes the append kernel. What it is compiled for: common/defaults.cuh.
+// The parameters of a launch of the append kernel. common/defaults.cuh has its compile-time options.
 //
 // gpu_actors/kernels/append.py reads struct Params from this text: one field a line, of a type that it knows. The
 // innermost dimension of every operand is contiguous.
@@ -18,13 +18,13 @@ struct Params {  // pointers to operands that the variant does not use are null
   void* q_rotated;
   void* k_cache;  // pages or sequences, or with POINTERS the addresses of the sequences' caches
   void* v_cache;
-  const int32_t* cu_seqlens;  // null where every sequence has `rows` new ones
+  const int32_t* cu_seqlens;  // null if every sequence has `rows` new ones
   const int32_t* cache_seqlens;  // keys of each sequence, the new ones included
   const int32_t* block_table;
   const int32_t* positions;
   const float* rope_cos;  // (table_rows, ROTARY_DIM / 2), like rope_sin
   const float* rope_sin;
-  const float* k_descale;  // (batch, heads_kv); null stands for factors of 1, as in the next
+  const float* k_descale;  // (batch, heads_kv), like v_descale; null stands for factors of 1
   const float* v_descale;
   int64_t k_row;  // strides in elements
   int64_t k_head;
@@ -49,7 +49,7 @@ struct Params {  // pointers to operands that the variant does not use are null
   int64_t v_descale_head;
   int32_t batch;
   int32_t total;  // new rows
-  int32_t rows;  // of each sequence, where cu_seqlens is null
+  int32_t rows;  // of each sequence, if cu_seqlens is null
   int32_t heads_kv;
   int32_t heads_q;
   int32_t capacity;  // rows that a sequence may have in its cache
@@ -58,11 +58,11 @@ struct Params {  // pointers to operands that the variant does not use are null
   int32_t table_rows;
   int32_t block_rows;  // new rows of a thread block
   int32_t parts;  // blocks that share those rows
-  int32_t part_units;  // of the rows' units, how many each of them takes
+  int32_t part_units;  // units of those rows that each block takes
 };
 
-// The angle of pair i grows by steps[i] * 2^-64 turns a position: in 64 bits, whole turns drop out by themselves, and
-// what is left is exact however far the position is.
+// The angle of pair i grows by steps[i] * 2^-64 turns a position. In 64 bits whole turns overflow, so the rest is exact
+// for positions however large.
 struct Arguments {
   Params params;
 #if ROTARY_DIM && !TABLES

@@ -1,7 +1,7 @@
 // The last of the backward kernels: sums in float to gradients in the inputs' types.
 //
-// A block takes one slot of dQ: the values that the lanes of backward/backward_mma.cu added side by side go to where they belong,
-// times the softmax's scale. The grid together also turns dbias, and its first blocks add up the parts of dsinks:
+// A block takes one slot of dQ. It moves the values that the lanes of backward_mma added side by side to their places,
+// times the softmax's scale. The grid together converts dbias, and its first blocks add up the parts of dsinks:
 //
 //   dq_sums of a slot   | value 0 of lanes 0, 1, 2 .. | value 1 of lanes 0, 1, 2 .. | ..      REDUCE_WIDTH of each lane
 //   dq of 16 rows       row g  | 2t, 2t + 1 | .. 8 further ..     lane 4g + t holds values 0 and 1 of every four there,

@@ -4,8 +4,8 @@
 // tile of keys, inner_step lines 9 to 16 for one tile of queries; backward/backward_prepare.cu is line 4.
 //
 // A block owns BLOCK_N keys of one KV head of one sequence and walks over the query tiles that see them, of every query
-// head of the group. K and V stay in shared memory; Q and dO pass through a ring of STAGES stages. Scores lie with keys
-// down, so that those of a warp are its A operands next:
+// head of the group. K and V stay in shared memory; Q and dO pass through a ring of STAGES stages. Scores have keys
+// down, so that a warp's scores are its next A operands:
 //
 //      shared memory            warp 0: 16 keys                                  warp 1 ..
 //    +---------------+
@@ -18,24 +18,24 @@
 //    | dS^T (P^T)    |<-------- dS^T;     barrier;  dS (A, transposed) x K = 16 rows of dQ, added to global memory
 //    +---------------+
 //
-// A warp takes WARP_TILE keys and rows of dQ: 16, or 32 where there are many queries and heads are wide, which reads each
-// operand half as often. Where a head is wide, COLUMN_WARPS warps share the same keys: each computes the scores of its part
-// of the queries, passes them on through shared memory, and keeps its part of the columns of dK and dV. If the queries are
-// too few to share (SPLIT is false), each computes them all.
+// A warp takes WARP_TILE keys and rows of dQ: 16, or 32 if there are many queries and heads are wide, which reads each
+// operand half as often. If a head is wide, COLUMN_WARPS warps share the same keys: each computes the scores of its
+// part of the queries, passes them on through shared memory, and keeps its part of the columns of dK and dV. If there
+// are too few queries to share (SPLIT is false), each computes all scores.
 //
 // dQ has as many parts as there are key tiles. They are added atomically, each lane's values side by side, in the order
-// of accumulators (backward/backward_finish.cu puts them in rows). DETERMINISTIC adds them in the order of the keys: a block waits
-// for its turn at each query tile. That costs waiting, in a pipeline of blocks that all walk the same way, and no memory
-// or products; a second pass over query tiles would cost two fifths more products, and parts kept apart would take
-// memory that grows with the square of the length. Blocks wait only for blocks of lower numbers, and draw their numbers
-// as they start: CUDA promises no order of blocks, so blocks that start first could else wait for ever, and fill the GPU.
+// of accumulators (backward_finish puts them in rows). DETERMINISTIC adds them in the order of the keys: a block waits
+// for its turn at each query tile. That costs waiting, in a pipeline of blocks that all walk the same way, but no
+// memory or products. A second pass over query tiles would cost two fifths more products, and separate parts would take
+// memory that grows with the square of the length. Blocks draw their numbers as they start and wait only for lower
+// numbers. CUDA promises no order of blocks, so blocks that start first could otherwise fill the GPU and wait for ever.
 // dK and dV are sums of one block in one order, so they have the same bits each time and in any batch.
 #include "backward/params.cuh"
 #include "backward/scores.cuh"
 #include "mma/store.cuh"
 #include "ptx/pin.cuh"
 
-constexpr int DQ_ROWS = WARP_TILE / 16, ROW_WARPS = BLOCK_M / WARP_TILE;  // of 16 rows of dQ a warp; warps side by side
+constexpr int DQ_ROWS = WARP_TILE / 16, ROW_WARPS = BLOCK_M / WARP_TILE;  // 16-row groups a warp; warps side by side
 using QueryColumns = Columns<KTile, HEAD_DIM, WARPS / ROW_WARPS>;
 static_assert(DQ_ROWS == 1 || sizeof(ELEMENT) == 2, "scores of floats are read 16 rows at a time");
 static_assert(DQ_FLOATS == 2 * QueryColumns::PAIRS * 4 * DQ_ROWS * THREADS, "the scratch of a slot is what its block adds");
@@ -48,8 +48,8 @@ DEVICE void multiply_queries(Scores& s, const Keys& keys, const Queries& queries
   multiply_rows<Keys, Queries, KEY_ROWS == 2 && ROOMY ? 4 : 1>(s, key_lane, query_lane);
 }
 
-// sum += weights x rows of a tile of queries, for the warp's columns. The weights are the warp's scores of COUNT queries
-// or, where they are shared, those that the warps of its keys left in shared memory.
+// sum += weights x rows of a tile of queries, for the warp's columns. The weights are the warp's scores of COUNT
+// queries or, if they are shared, the scores that the warps of its keys left in shared memory.
 template <class Share, int COUNT, class Queries, int PAIRS>
 DEVICE void add_queries(float (&sum)[PAIRS][KEY_ROWS][4], const Scores& weights, const ScoreTile& shared,
                         const Queries& queries, const WarpPlace& warp) {
@@ -76,7 +76,7 @@ DEVICE void add_queries(float (&sum)[PAIRS][KEY_ROWS][4], const Scores& weights,
   }
 }
 
-// Line 12, dV += P^T dO: at once or, where scores are shared, later.
+// Line 12, dV += P^T dO: at once, or later if scores are shared.
 DEVICE void add_to_dv(ValueGradient& dv, const Scores& weights, const Work& work, const Step& now) {
   const Ring& ring = work.ring;
   if constexpr (SPLIT) {
@@ -107,7 +107,7 @@ DEVICE void add_to_dq(const Work& work, const Step& now) {
   const int64_t slot = work.ring.slot(now);
   int turn = 0;
   float* const sums = params.dq_sums + slot * DQ_FLOATS + threadIdx.x * REDUCE_WIDTH;
-  // A few columns at a time, which is what registers are left for.
+  // A few columns at a time, because few registers are left.
 #pragma unroll 1
   for (int first = 0; first < QueryColumns::PAIRS; first += AT_ONCE) {
     float dq[2 * AT_ONCE][DQ_ROWS][4] = {};
@@ -154,7 +154,7 @@ DEVICE void add_to_dq(const Work& work, const Step& now) {
   if constexpr (DETERMINISTIC) end_turn(params.dq_turns + slot, turn);
 }
 
-// Gives the nonfinite values of dO, which its product left out, to the keys that are seen by their rows.
+// Adds the nonfinite values of dO, which the product left out, to dV of the keys that their rows see.
 DEVICE void add_nonfinite(ValueGradient& dv, const Work& work, const Step& now) {
   const ValueColumns columns{work.warp.column_warp};
   const Dropout dropout = work.dropout(now.head);
@@ -178,14 +178,14 @@ DEVICE void add_nonfinite(ValueGradient& dv, const Work& work, const Step& now) 
       const bool nonfinite = value - value != 0.0f;
 #pragma unroll
       for (int i = 0; i < 2 * KEY_ROWS; i++) {
-        const float weight = !DROPOUT || kept >> i & 1 ? 1.0f : 0.0f;  // as far as it matters: none or a positive one
+        const float weight = !DROPOUT || kept >> i & 1 ? 1.0f : 0.0f;  // only matters as zero or positive
         if (nonfinite && seen >> i & 1) dv[c / 2][i / 2][i % 2 * 2 + c % 2] += value * weight;
       }
     }
   }
 }
 
-// Lines 10 to 14 for the queries of a pass, and line 16 where scores are not shared. dS^T goes to shared memory, and P^T
+// Lines 10 to 14 for the queries of a pass, and line 16 if scores are not shared. dS^T goes to shared memory, and P^T
 // after dropout if it is shared.
 DEVICE void inner_pass(KeyGradient& dk, ValueGradient& dv, const Work& work, const Score<float>& score, const Step& now,
                           bool masked) {
@@ -223,7 +223,7 @@ DEVICE void inner_pass(KeyGradient& dk, ValueGradient& dv, const Work& work, con
     if constexpr (DS_BITS) scale_ds(dp, work);
   }
   if constexpr (GRADIENT_NEEDS_DOT) differentiate_score(dp, dot, work, score, now);
-  if (masked) apply_mask(dp, work, now);  // 0 times a NaN is none
+  if (masked) apply_mask(dp, work, now);  // 0 times a NaN is NaN
   if (SPLIT || warp.column_warp == 0) {
 #pragma unroll
     for (int r = 0; r < KEY_ROWS; r++) store_scores<Products, ScoreTile>(ds_lane, dp[r], 16 * r);
@@ -260,8 +260,8 @@ DEVICE void inner_step(KeyGradient& dk, ValueGradient& dv, Work& work, const Ste
   add_to_dq(work, now);
 }
 
-// A key that holds a NaN or an infinity: 0 times it is NaN. Its scores get that NaN, and it leaves the tile, where the
-// zeros of hidden pairs would spread it over other rows of dQ.
+// A key with a NaN or an infinity leaves the tile, where the zeros of hidden pairs times it would make other rows of dQ
+// NaN. Its own scores start from NaN instead (`poison`).
 DEVICE void set_nonfinite_aside(Work& work) {
   const KTile keys = work.ring.k_tile();
   const LaneAddress lane = lane_of_a(keys, work.warp.first_key);
@@ -278,11 +278,11 @@ DEVICE void set_nonfinite_aside(Work& work) {
     work.poison[r][0] = sum[0];
     work.poison[r][1] = sum[2];
   }
-  __syncthreads();  // all have looked at them
+  __syncthreads();  // all have read the keys
   clear_nonfinite<ELEMENT, THREADS>(keys);
 }
 
-// Once keys have landed: whatever is done to them before the first product.
+// Prepares keys that have landed for the first product.
 DEVICE void prepare_keys(Work& work) {
   if constexpr (ROUNDED || HIDES) ptx::cp_async_wait<STAGES == 1 ? 0 : STAGES - 2>();
   if constexpr (ROUNDED) {
@@ -294,7 +294,7 @@ DEVICE void prepare_keys(Work& work) {
 
 static_assert(sizeof(OUT_ELEMENT) == sizeof(ELEMENT), "gradients are of the inputs' types");
 
-// Two neighbouring elements of a row: `store_pair` with the products' own rounding, in one instruction for both.
+// Stores two neighbouring elements of a row, like `store_pair`, but rounds both in one instruction.
 template <class Element>
 DEVICE void store_two(Element* out, float low, float high, bool whole) {
   if constexpr (sizeof(Element) == 2) {
@@ -316,7 +316,7 @@ DEVICE void store(void* operand, const Strides& strides, const float (&sum)[PAIR
   const KeyPlace& at = work.ring.at;
   const Share columns{work.warp.column_warp};
   uint32_t place[2] = {uint32_t(at.sequence), uint32_t(at.kv_head)};
-  ptx::pin_registers(place);  // else ptxas computes addresses before the loop, which has no registers to keep them
+  ptx::pin_registers(place);  // otherwise ptxas computes addresses before the loop, which has no registers for them
 #pragma unroll
   for (int i = 0; i < 2 * KEY_ROWS; i++) {
     const int key = work.key(i / 2, i % 2);
@@ -357,11 +357,11 @@ DEVICE void outer_step(const WithScoreMod<BackwardParams>& params, const KeyPlac
       ptx::cp_async_commit();
       prepare_keys(work);
     }
-    // What fills the first stages is the loop itself: another copy of that code would only take time to compile.
+    // The loop itself fills the first stages, because another copy of that code would only take time to compile.
 #pragma unroll 1
     for (Step now = ring.before_first(); now.number < ring.count; now = ring.next(now)) {
       const int row_begin = now.tile * BLOCK_M, row_end = at_most(at.seqlen_q, row_begin + BLOCK_M);
-      // What a modification or its derivative makes of the zeros past the last row may be no number: they are hidden, too.
+      // A modification or its derivative may make NaNs of the zeros past the last row, so these are masked too.
       const bool masked = !mask.all_visible(row_begin, row_end, key_begin, key_begin + BLOCK_N) ||
                           (SCORE_MOD && row_begin + BLOCK_M > at.seqlen_q);
       const bool nonfinite = ring.advance(now, masked);

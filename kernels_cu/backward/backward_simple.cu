@@ -1,8 +1,8 @@
-// Gradients on CUDA cores: the plain kernel, for every precision, head dim and option, that the fast ones are measured
-// against.
+// Gradients on CUDA cores: the plain kernel for every precision, head dim and option, with which the fast ones are
+// compared.
 //
 // Algorithm 2 of FlashAttention-2 (Dao, arXiv 2307.08691) with all products in float (double for double inputs), in
-// launches of three passes. A block owns a tile of BLOCK_M and walks over tiles of BLOCK_N that meet it:
+// three passes, a launch each. A block owns a tile of BLOCK_M and walks over tiles of BLOCK_N that meet it:
 //
 //   pass         a block owns                      and walks over                         for
 //   QUERY_PASS   queries of a head                 the keys that they see                 delta of its rows, dQ
@@ -30,7 +30,7 @@ static_assert(SHARED_BYTES == LAYOUT_BYTES, "the launch must provide what two ti
 struct Tiles {
   Real* own[2];
   Real* other[2];
-  Real* weights;    // P after dropout, HIDDEN where a row does not see a key
+  Real* weights;    // P after dropout, HIDDEN if a row does not see a key
   Real* gradients;  // dS
 };
 
@@ -40,7 +40,7 @@ DEVICE Tiles tiles_of(Real* shared) {
   return {{shared, shared + OWN}, {shared + 2 * OWN, shared + 2 * OWN + OTHER}, pairs, pairs + BLOCK_M * BLOCK_N};
 }
 
-// One head of one sequence: where its operands lie, and from a dot product to the gradient of its score.
+// One head of one sequence: its operands, and what turns a dot product into the gradient of its score.
 struct Head {
   const BackwardLaunch& params;
   int sequence, head, kv_head;
@@ -59,7 +59,7 @@ struct Head {
     const int64_t slot = first_slot(params.forward, sequence, row / BLOCK_M) + head;
     return reinterpret_cast<Real*>(params.statistics)[slot * BLOCK_M + row % BLOCK_M];
   }
-  // Q and dO from a row on, and K and V from a key on, at most LIMIT of them.
+  // Loads Q and dO from a row on, or K and V from a key on, at most LIMIT of them.
   template <int LIMIT>
   __device__ __forceinline__ void load_queries(Real* const (&tiles)[2], int row) const {
     const Params& p = params.forward;
@@ -87,8 +87,8 @@ DEVICE Head make_head(const BackwardLaunch& params, const KeyPlace& at, int head
           at.q_start, at.k_start,  mask, score,      make_dropout(p, at.sequence, head)};
 }
 
-// The scores of a pair of tiles and their gradients, each half-warp's rows by itself. own, other: the first row or key of
-// the tiles. Lines 11 to 14 of algorithm 2.
+// Computes the scores of a pair of tiles and their gradients, each half-warp its own rows. own, other: the first row or
+// key of the tiles. Lines 11 to 14 of algorithm 2.
 template <int PASS>
 DEVICE void differentiate(const Head& head, const Tiles& tiles, int own, int other) {
   const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES * ROWS;
@@ -102,7 +102,7 @@ DEVICE void differentiate(const Head& head, const Tiles& tiles, int own, int oth
     tiles.weights[place] = dot[i / KEYS][i % KEYS];
     tiles.gradients[place] = dp[i / KEYS][i % KEYS];
   }
-  // Not unrolled: options would make many instructions of each turn.
+  // Not unrolled, because options would make each iteration many instructions.
 #pragma unroll 1
   for (int i = 0; i < ROWS * KEYS; i++) {
     const int own_index = first + i / KEYS, other_index = i % KEYS * LANES + lane;
@@ -121,10 +121,10 @@ DEVICE void differentiate(const Head& head, const Tiles& tiles, int own, int oth
     weight = kept ? p * dropout_scale : Real(0);
     gradient = PASS == OPTION_PASS ? dscore : score_gradient(head.score, product, dscore, row, key);
   }
-  __syncwarp();  // a half-warp reads its own rows alone
+  __syncwarp();  // a half-warp reads only its own rows
 }
 
-// Adds to each of the half-warp's rows the rows of an operand's other tile, each times its factor; hidden ones are left out.
+// Adds to each of the half-warp's rows those of an operand's other tile, times their factors. Hidden ones are left out.
 template <int WIDTH>
 DEVICE void add_rows(Sums& sums, const Tiles& tiles, const Real* factors, const Real* other) {
   const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES * ROWS;
@@ -146,7 +146,7 @@ DEVICE void add_rows(Sums& sums, const Tiles& tiles, const Real* factors, const 
   }
 }
 
-// Of a tile's `count` rows those of the half-warp.
+// Stores the half-warp's rows, of the tile's `count`.
 template <int WIDTH, class Element>
 DEVICE void store_rows(Element* rows, int64_t row_stride, int count, const Sums& sums, Real scale) {
   const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES * ROWS;
@@ -177,11 +177,11 @@ DEVICE Real row_delta(const Head& head, const Real* dout, int row, int lane) {
 DEVICE void query_pass(const Head& head, const Tiles& tiles, int row_begin) {
   const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES * ROWS;
   const int row_end = at_most(head.seqlen_q, row_begin + BLOCK_M);
-  __syncthreads();  // all have read the tiles of the rows before
+  __syncthreads();  // all have read the previous rows
   head.load_queries<BLOCK_M>(tiles.own, row_begin);
   __syncthreads();
   for (int own = first; own < first + ROWS; own++) {
-    // A whole warp takes part in the sum, so a row past the end goes along with the last one.
+    // A whole warp takes part in the sum, so a row past the end repeats the last one.
     const int row = row_begin + own, readable = at_most(row_end - 1, row);
     const Real delta = row_delta(head, tiles.own[1] + own * PITCH, readable, lane);
     if (lane == 0 && row < row_end) head.delta(row) = delta;
@@ -191,7 +191,7 @@ DEVICE void query_pass(const Head& head, const Tiles& tiles, int row_begin) {
   const KeyTiles seen = head.mask.tiles<BLOCK_N>(row_begin, row_end);
   for (int n = 0; n < seen.count(); n++) {
     const int key_begin = seen.at(n) * BLOCK_N;
-    __syncthreads();  // all have read the keys before
+    __syncthreads();  // all have read the previous keys
     head.load_keys<BLOCK_N>(tiles.other, key_begin);
     __syncthreads();
     differentiate<QUERY_PASS>(head, tiles, row_begin, key_begin);
@@ -205,13 +205,13 @@ DEVICE void query_pass(const Head& head, const Tiles& tiles, int row_begin) {
 DEVICE void key_pass(const BackwardLaunch& params, const KeyPlace& at, const Tiles& tiles, int key_begin) {
   const int key_end = at_most(at.seqlen_k, key_begin + BLOCK_M), group = params.forward.heads_q / params.forward.heads_kv;
   Sums dk = {}, dv = {};
-  __syncthreads();  // all have read the tiles of the keys before
+  __syncthreads();  // all have read the previous keys
   make_head(params, at, at.kv_head * group).load_keys<BLOCK_M>(tiles.own, key_begin);
   for (int member = 0; member < group; member++) {
     const Head head = make_head(params, at, at.kv_head * group + member);
     const SeenRows seen = head.mask.rows(at.seqlen_q, key_begin, key_end);
     for (int row_begin = seen.begin / BLOCK_N * BLOCK_N; row_begin < seen.end; row_begin += BLOCK_N) {
-      __syncthreads();  // all have read the queries before
+      __syncthreads();  // all have read the previous queries
       head.load_queries<BLOCK_N>(tiles.other, row_begin);
       __syncthreads();
       differentiate<KEY_PASS>(head, tiles, key_begin, row_begin);
@@ -256,8 +256,8 @@ DEVICE void differentiate_sink(const BackwardLaunch& params, int head, Real* sha
 }
 
 #if BIAS_GRADIENT
-// The gradient of BLOCK_M rows of a bias, or of its one row: summed over the sequences, heads and rows that share it.
-// Strides of 0 tell what they share.
+// The gradient of BLOCK_M rows of a bias, or of its one row: summed over the sequences, heads and rows that share it. A
+// stride of 0 means that they share it.
 DEVICE void differentiate_bias(const BackwardLaunch& params, int block, const Tiles& tiles) {
   const Params& p = params.forward;
   const Strides& strides = params.dbias_strides;
@@ -273,10 +273,10 @@ DEVICE void differentiate_bias(const BackwardLaunch& params, int block, const Ti
     for (int sequence = one_batch ? 0 : own_sequence; sequence < (one_batch ? params.batch : own_sequence + 1); sequence++) {
       for (int number = one_head ? 0 : own_head; number < (one_head ? p.heads_q : own_head + 1); number++) {
         const Head head = make_head(params, place_keys(p, sequence, number / (p.heads_q / p.heads_kv), 0), number);
-        __syncthreads();  // all have read the keys before
+        __syncthreads();  // all have read the previous keys
         head.load_keys<BLOCK_N>(tiles.other, key_begin);
         for (int row_begin = part * BLOCK_M; row_begin < row_limit; row_begin += BLOCK_M) {
-          __syncthreads();  // all have read the queries before
+          __syncthreads();  // all have read the previous queries
           head.load_queries<BLOCK_M>(tiles.own, row_begin);
           __syncthreads();
           differentiate<OPTION_PASS>(head, tiles, row_begin, key_begin);
@@ -322,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_simple(const _
   DYNAMIC_SHARED(shared);
   const Tiles tiles = tiles_of(reinterpret_cast<Real*>(shared));
   const Params& p = params.forward;
-  // Once a block, unless a sequence is longer than the caller said, which lengths on the device cannot be checked for.
+  // Each loop runs once, unless a sequence is longer than the caller said: lengths on the device cannot be checked.
   if (params.pass == QUERY_PASS) {
     const int row_tiles = row_tiles_of(p.seqlen_q);
     const RowPlace at = locate_rows(p, row_tiles);

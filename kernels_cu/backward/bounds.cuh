@@ -2,37 +2,37 @@
 //
 //   |dS| = P |dP - delta| <= |dO| |V| / (1 - dropout) + |delta|       the largest rows of a sequence and KV head
 //
-// fp16 ends at 65,504, which dO of a few thousand reach, and its smallest numbers are near 2^-24. dS times the power of two
-// is below 2^(DS_BITS + 1); dK and dQ, which are linear in it, are divided by the same power. A score modification's derivative
-// multiplies dS and is in no bound, so that DS_BITS leaves room for it.
+// fp16 ends at 65,504, which dS reaches with dO of a few thousand, and its smallest numbers are near 2^-24. dS times
+// the power of two is below 2^(DS_BITS + 1); dK and dQ, which are linear in it, are divided by the same power. The
+// bound does not have a score modification's derivative, which multiplies dS, so DS_BITS leaves room for it.
 //
-// The first kernel raises the bounds, block by block. Its last block of a KV head makes the exponent of them and leaves them as
-// 0, as the next launch wants to find them.
+// The first kernel raises the bounds, block by block. Its last block of a KV head computes the exponent from them and
+// sets them to 0 for the next launch.
 #pragma once
 
 #include "backward/params.cuh"
 #include "ptx/atomic.cuh"
 
-// Of rows: norms, and the magnitude of delta. ARRIVED: blocks that have raised theirs.
+// The largest norms of rows, and the largest |delta|. ARRIVED: blocks that have raised the bounds.
 enum Bound { LARGEST_DOUT, LARGEST_VALUE, LARGEST_DELTA, ARRIVED, BOUNDS };
 
 DEVICE int32_t* ds_bounds_of(const BackwardParams& params, int sequence, int kv_head) {
   return params.ds_bounds + (int64_t(sequence) * params.forward.heads_kv + kv_head) * BOUNDS;
 }
 
-// Takes a number of 0 or more in. What is not finite makes NaN of dS anyway.
+// x: 0 or more. Nonfinite values are left out, because they make dS NaN anyway.
 DEVICE void raise_bound(int32_t* bound, float x) {
-  if (x - x == 0.0f) atomicMax(bound, int32_t(ptx::as_bits(x)));  // such floats are in the order of their bits
+  if (x - x == 0.0f) atomicMax(bound, int32_t(ptx::as_bits(x)));  // floats of 0 or more are ordered like their bits
 }
 
 DEVICE float power_of_two(int exponent) {
   return ptx::as_float(uint32_t((exponent > 126 ? 126 : exponent < -126 ? -126 : exponent) + 127) << 23);
 }
 
-// Takes a bound and leaves 0.
+// Returns a bound and sets it to 0.
 DEVICE float take_bound(int32_t* bound) { return ptx::as_float(uint32_t(atomicExch(bound, 0))); }
 
-// By a whole block that has raised its bounds, the last of `blocks` of the KV head. dropout_scale is 1 without dropout.
+// For whole blocks that have raised their bounds: the last of `blocks` of the KV head acts. dropout_scale: 1 if none.
 DEVICE void settle_bounds(const BackwardParams& params, int sequence, int kv_head, int blocks) {
   __syncthreads();
   if (threadIdx.x != 0) return;

@@ -1,9 +1,9 @@
-// What the last of the backward kernels does besides dQ: it adds up the parts of dsinks, and turns the sums of dbias.
+// What the last of the backward kernels does besides dQ: it adds up the parts of dsinks and converts the sums of dbias.
 #pragma once
 
 #include "backward/params.cuh"
 
-// By blocks of THREADS, of the heads blockIdx.x, blockIdx.x + gridDim.x and so on.
+// Called by blocks of THREADS, for the heads blockIdx.x, blockIdx.x + gridDim.x and so on.
 template <int THREADS>
 DEVICE void finish_sinks(const BackwardParams& params, int tiles) {
   __shared__ float partial[THREADS];
@@ -25,7 +25,7 @@ DEVICE void finish_sinks(const BackwardParams& params, int tiles) {
   }
 }
 
-// By blocks of THREADS, the grid together.
+// Called by blocks of THREADS, which share the work of the grid.
 template <int THREADS>
 DEVICE void finish_bias(const BackwardParams& params) {
   if constexpr (BIAS && sizeof(BIAS_ELEMENT) < sizeof(float)) {

@@ -1,4 +1,4 @@
-// Which keys a block of the multiplying backward kernels has.
+// Which keys a block of the backward kernels has.
 #pragma once
 
 #include "backward/params.cuh"
@@ -13,7 +13,7 @@ struct KeyPlace {
   int64_t q_start, k_start;  // rows before the sequence's first, in packed tensors
 };
 
-// The block's number. A block that waits for lower numbers draws its own, so that theirs are drawn, and they have started.
+// The block's number. A block that waits for lower numbers draws its own, so that blocks of lower numbers have started.
 // shared: the address of four bytes that nothing else uses yet.
 DEVICE int block_number(const BackwardParams& params, uint32_t shared) {
   if constexpr (!DETERMINISTIC) return int(blockIdx.x);
@@ -35,11 +35,11 @@ DEVICE KeyPlace place_keys(const Params& params, int sequence, int kv_head, int 
   return at;
 }
 
-// The first keys are seen by the most rows, so parts have falling work. Of packed sequences those with as many tiles left
-// have the same rank: a shorter one starts later, and its numbers without keys come first.
+// The first keys are seen by the most rows, so later parts have less work. Parts of packed sequences with the same
+// number of tiles left have the same rank: a shorter sequence starts later, and its numbers without keys come first.
 //
-// A block has a higher number than those that it waits for: earlier parts of its sequence and KV head, and the same part of
-// earlier heads and, where they are as long, of earlier sequences.
+// A block has a higher number than those that it waits for: earlier parts of its sequence and KV head, and the same
+// part of earlier heads and, if they are as long, of earlier sequences.
 DEVICE KeyPlace locate_keys(const Params& params, int parts, int tile_keys, int number) {
   const auto [sequence_head, rank] = rank_block(number, parts, 1);
   KeyPlace at = place_keys(params, sequence_head / params.heads_kv, sequence_head % params.heads_kv, rank);

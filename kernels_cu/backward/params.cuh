@@ -14,7 +14,7 @@
 struct BackwardParams {  // pointers to what the variant does not use are null
   Params forward;  // out and lse are read
   const void* dout;
-  const float* dlse;  // null where the LSE has no gradient
+  const float* dlse;  // null if the LSE has no gradient
   void* dq;
   void* dk;
   void* dv;
@@ -23,12 +23,12 @@ struct BackwardParams {  // pointers to what the variant does not use are null
   float* statistics;
   float* dq_sums;
   int32_t* dq_turns;
-  float* dbias_sums;  // laid out like dbias, and dbias itself where that is float
+  float* dbias_sums;  // laid out like dbias, and dbias itself if that is float
   int32_t* dbias_turns;
-  float* dsinks_parts;  // of each head, query tile and sequence
-  int32_t* tickets;       // how many blocks of backward_mma have drawn their number, where DETERMINISTIC
-  int32_t* ds_bounds;     // of each sequence and KV head, where DS_BITS, 0 between launches (backward/bounds.cuh)
-  int32_t* ds_exponents;  // of each sequence and KV head, where DS_BITS: log2 of dS's factor
+  float* dsinks_parts;  // of each head, sequence and query tile
+  int32_t* tickets;       // how many blocks have drawn their number, if DETERMINISTIC
+  int32_t* ds_bounds;     // of each sequence and KV head, if DS_BITS; 0 between launches (backward/bounds.cuh)
+  int32_t* ds_exponents;  // of each sequence and KV head, if DS_BITS: log2 of dS's factor
   Strides dout_strides;
   Strides dlse_strides;
   Strides dq_strides;
@@ -43,7 +43,7 @@ struct BackwardParams {  // pointers to what the variant does not use are null
   int32_t slot_turns;   // of dq_turns
 };
 
-// What a gradient is stored as: unrounded, where backward_sum adds up those of the sequences that share an operand.
+// What a gradient is stored as: unrounded if backward_sum adds up those of the sequences that share an operand.
 template <bool SUMMED>
 using Gradient = Choice<SUMMED, Accumulator<ELEMENT>, OUT_ELEMENT>;
 
@@ -51,14 +51,14 @@ enum Pass { QUERY_PASS, KEY_PASS, OPTION_PASS };  // of backward_simple, in the 
 
 DEVICE int row_tiles_of(int seqlen_q) { return (seqlen_q + BLOCK_M - 1) / BLOCK_M; }
 
-// The slots of a sequence's tile `tile` start here, that of head 0 first.
+// The first slot of a sequence's tile, that of head 0. Those of the other heads follow.
 DEVICE int64_t first_slot(const Params& params, int sequence, int tile) {
   int64_t tiles = int64_t(sequence) * row_tiles_of(params.seqlen_q);
   if constexpr (VARLEN) tiles = params.cu_seqlens_q[sequence] / BLOCK_M + sequence;
   return (tiles + tile) * params.heads_q;
 }
 
-// A block's sequence and query head, where blocks are numbered by sequence, then head, then one of `tiles` tiles of rows.
+// A block's sequence and query head, if blocks are numbered by sequence, then head, then one of `tiles` tiles of rows.
 struct RowPlace {
   int sequence, head, tile;
   int seqlen_q;

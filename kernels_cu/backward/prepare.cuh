@@ -1,5 +1,5 @@
-// What a row of queries needs besides its operands, which the first of the backward kernels computes. delta is D of line 4 in
-// algorithm 2 of FlashAttention-2 (Dao, arXiv 2307.08691).
+// What the first of the backward kernels computes for each row of queries. delta is D of line 4 in algorithm 2 of
+// FlashAttention-2 (Dao, arXiv 2307.08691).
 //
 // A block takes BLOCK_M rows of one head of one sequence, eight lanes a row:
 //
@@ -8,11 +8,11 @@
 //                           delta = sum of dout * out, minus the LSE's own gradient
 //   statistics of the slot:   lse, or lse * log2(e), BLOCK_M of them | delta, BLOCK_M of them
 //   dsinks_parts of the block: - sum over rows of exp(sink - lse) * delta
-//   dq_sums and dq_turns of the slot: 0, and so is all else that the kernels behind this one add to or count in
+//   dq_sums and dq_turns of the slot: 0, like all else that the later kernels add to or count in
 //
-// Rows past the sequence's end, and those that see no key, get an lse of +inf: their weights 2^(score - lse) are 0
-// without a mask. A NaN or an infinity in dout makes delta NaN, so that it reaches what its row sees however the
-// multiplying kernel has to treat it.
+// Rows past the sequence's end, and those that see no key, get an lse of +inf, so their weights 2^(score - lse) are 0
+// without a mask. A NaN or an infinity in dout makes delta NaN, so that it reaches the gradients of all that its row
+// sees, whatever the multiplying kernel does with it.
 #pragma once
 
 #include "backward/bounds.cuh"
@@ -28,7 +28,7 @@ constexpr float LOG2_E = 1.4426950408889634f;
 constexpr uint32_t ALL_LANES = 0xffffffffu;
 static_assert(CHUNKS * CHUNK == HEAD_DIM_V, "rows are whole chunks of 16 bytes");
 
-// Sixteen bytes of a row, in one load where the row lies at a multiple of them.
+// Loads 16 bytes of a row, in one load if the row is aligned to as many.
 DEVICE void load_chunk(float (&values)[CHUNK], const RowSource<ELEMENT>& source, int64_t row, int chunk) {
   const ELEMENT* const elements = source.rows + row * source.stride + chunk * CHUNK;
   uint32_t words[4];
@@ -55,7 +55,7 @@ DEVICE float row_norm(const RowSource<ELEMENT>& source, int64_t row, int lane) {
   return sum;
 }
 
-// What the values of the block's KV head raise: one of the heads of its group looks at all of them, tile by tile.
+// Raises the bound of the block's KV head by its values. The first head of its group reads them all, tile by tile.
 DEVICE void raise_by_values(const BackwardParams& params, const RowPlace& at, int tiles, int lane) {
   const Params& forward = params.forward;
   const int group = forward.heads_q / forward.heads_kv, kv_head = at.head / group;
@@ -76,7 +76,7 @@ DEVICE void raise_by_values(const BackwardParams& params, const RowPlace& at, in
   }
 }
 
-// The row's sum, the same in its eight lanes.
+// The row's sum of dout * out, the same in its eight lanes.
 DEVICE float row_delta(const RowSource<ELEMENT>& dout, const RowSource<ELEMENT>& out, int64_t row, int lane) {
   float sum = 0.0f, nonfinite = 0.0f;
   for (int chunk = lane; chunk < CHUNKS; chunk += LANES) {
@@ -87,7 +87,7 @@ DEVICE float row_delta(const RowSource<ELEMENT>& dout, const RowSource<ELEMENT>&
     for (int i = 0; i < CHUNK; i++) {
       const float gradient = round_operand<COMPUTE_BITS>(a[i]);
       sum += gradient * b[i];
-      nonfinite += gradient * 0.0f;  // NaN where the gradient is no number
+      nonfinite += gradient * 0.0f;  // NaN if the gradient is not finite
     }
   }
   sum += nonfinite;
@@ -96,7 +96,7 @@ DEVICE float row_delta(const RowSource<ELEMENT>& dout, const RowSource<ELEMENT>&
   return sum;
 }
 
-// What the next kernel adds dQ to and takes turns at.
+// Clears what the next kernel adds dQ to and counts turns in.
 DEVICE void clear_slot(const BackwardParams& params, int64_t slot) {
   const uint32_t zeros[4] = {0, 0, 0, 0};
   float* const sums = params.dq_sums + slot * params.slot_floats;
@@ -106,7 +106,7 @@ DEVICE void clear_slot(const BackwardParams& params, int64_t slot) {
   }
 }
 
-// What belongs to no slot, by the grid together.
+// Clears what belongs to no slot. The grid shares the work.
 DEVICE void clear_others(const BackwardParams& params) {
   const int64_t first = int64_t(blockIdx.x) * PREPARE_THREADS + threadIdx.x, threads = int64_t(gridDim.x) * PREPARE_THREADS;
   for (int64_t n = first; n < params.dbias_size; n += threads) params.dbias_sums[n] = 0.0f;
@@ -144,7 +144,7 @@ DEVICE void prepare_rows(const BackwardParams& params) {
       if (row < at.seqlen_q) {
         lse = *element_of<const float>(forward.lse, forward.lse_strides, at.sequence, at.q_start + row, at.head);
       }
-      // Whole warps take part in a sum over lanes, so rows that have none go along with the last row that may be read.
+      // Whole warps take part in a sum over lanes, so rows past the end repeat the last row.
       const float sum = row_delta(douts, outs, row < at.seqlen_q ? row : at.seqlen_q - 1, lane);
       float norm = 0.0f;
       if constexpr (DS_BITS) norm = row_norm(douts, row < at.seqlen_q ? row : at.seqlen_q - 1, lane);

@@ -11,7 +11,7 @@
 constexpr int THREADS = WARPS * 32;
 constexpr int KEY_WARPS = WARPS < BLOCK_N / WARP_TILE ? WARPS : BLOCK_N / WARP_TILE;
 constexpr int COLUMN_WARPS = WARPS / KEY_WARPS;
-constexpr int KEY_ROWS = BLOCK_N / (16 * KEY_WARPS);  // of 16 keys, a warp
+constexpr int KEY_ROWS = BLOCK_N / (16 * KEY_WARPS);  // groups of 16 keys, a warp
 constexpr bool SPLIT = COLUMN_WARPS > 1 && BLOCK_M % (16 * COLUMN_WARPS) == 0;
 constexpr int QUERIES = SPLIT ? BLOCK_M / COLUMN_WARPS : BLOCK_M;  // whose scores a warp computes
 constexpr bool ROUNDED = sizeof(ELEMENT) == 4;  // operands are rounded after they were copied
@@ -35,7 +35,7 @@ constexpr int LAYOUT_BYTES =
     KTile::BYTES + VTile::BYTES + STAGES * STAGE_BYTES + (SPLIT ? 2 : 1) * ScoreTile::BYTES + EXPONENT_BYTES;
 static_assert(SHARED_BYTES == LAYOUT_BYTES, "the launch must provide what K, V, the stages of Q and dO, and the scores take");
 
-// log2 of the factor of dS, which is read again each time: kept in a register, it makes some variants spill. Every thread
+// Keeps log2 of the factor of dS in shared memory, because in a register it makes some variants spill. Every thread
 // writes it, so that none has to wait for it.
 DEVICE void keep_ds_exponent(uint32_t shared, int exponent) {
   ptx::store_shared(shared + LAYOUT_BYTES - EXPONENT_BYTES, uint32_t(exponent));
@@ -43,7 +43,7 @@ DEVICE void keep_ds_exponent(uint32_t shared, int exponent) {
 
 static_assert(STAGES <= 2, "a step fills its own stage or that of the next");
 
-// Where the ring is: the number of the step, and which query head and tile of queries it takes.
+// `Step`: where the ring is. The number of the step, and which query head and tile of queries it takes.
 #if BLOCK_MASK
 static_assert(BLOCK_MASK_ROWS % BLOCK_M == 0 && BLOCK_MASK_KEYS % BLOCK_N == 0, "blocks of a mask are whole tiles");
 using Tiles = ListedTiles<BLOCK_MASK_ROWS / BLOCK_M>;
@@ -85,14 +85,14 @@ struct Ring {
     return DS_BITS ? int(ptx::load_shared(shared + LAYOUT_BYTES - EXPONENT_BYTES)) : 0;
   }
 
-  // The step that only fills: before the first where there are two stages.
+  // `before_first`: the step that only fills, before the first one if there are two stages.
 #if BLOCK_MASK
   __device__ __forceinline__ Tiles listed(int head) const {
-    if (VARLEN && key_begin >= params.forward.seqlen_k) return {};  // lists end with the longest sequence that was said
+    if (VARLEN && key_begin >= params.forward.seqlen_k) return {};  // lists end with the caller's seqlen_k
     return {bind_block_list(scores, at.sequence, head, key_begin / BLOCK_MASK_KEYS)};
   }
 #if DETERMINISTIC
-  // How many tiles of keys that the step's rows list come before this one: what warp 0 gets is right.
+  // How many key tiles that the step's rows list come before this one. Only the result of warp 0 is right.
   __device__ __forceinline__ int turn(const Step& now) const {
     const BlockList keys = bind_key_list(scores, at.sequence, now.head, now.tile * BLOCK_M / BLOCK_MASK_ROWS);
     const int block = key_begin / BLOCK_MASK_KEYS;
@@ -128,7 +128,7 @@ struct Ring {
     return {now.number + 1, now.head + whole, whole ? first_tile : now.tile + 1};
   }
 #endif
-  // Whether the step has queries: a list's last block may end behind the sequence.
+  // Whether the step has queries: a list's last block may lie past the sequence's end.
   __device__ __forceinline__ bool works(const Step& now) const {
     return now.number >= 0 && (!BLOCK_MASK || now.tile * BLOCK_M < at.seqlen_q);
   }
@@ -169,9 +169,9 @@ struct Ring {
     copy_rows<THREADS>(v_tile(), row_source(v, p.v_strides.row), seen);
   }
 
-  // Waits for the step's stage and refills the one that the step before was in; steps before the first only fill. In a
-  // tile with a mask, nonfinite values are taken out of what is multiplied by the zeros of hidden pairs; true where dO had
-  // one.
+  // Waits for the step's stage and refills that of the previous step; steps before the first only fill. In a tile with
+  // a mask, nonfinite values of Q and dO are set to 0, because they are multiplied by the zeros of hidden pairs.
+  // Returns whether dO had one.
   __device__ __forceinline__ bool advance(const Step& now, bool masked) const {
     if constexpr (STAGES == 1) {
       if (now.number > 0) __syncthreads();  // all have left the stage
@@ -189,7 +189,7 @@ struct Ring {
       round_rows<COMPUTE_BITS, THREADS>(do_tile(now));
     }
     if (HIDES && masked) {
-      clear_nonfinite<ELEMENT, THREADS>(q_tile(now));  // its row's LSE is NaN
+      clear_nonfinite<ELEMENT, THREADS>(q_tile(now));  // the LSE of such a row is NaN anyway
       return __syncthreads_or(clear_nonfinite<ELEMENT, THREADS>(do_tile(now)));
     }
     __syncthreads();

@@ -1,4 +1,4 @@
-// The scores of one warp of backward/backward_mma.cu: 16 * KEY_ROWS keys down, some queries across, from product to gradient.
+// The scores of one warp of backward_mma: 16 * KEY_ROWS keys down, some queries across, from product to gradient.
 //
 //              queries 0 1 2 .. of the pass                 lane 4g + t of the warp
 //   keys 0 ..  s[r][block][0..1]  | s s | s s | ..            keys g      queries 2t, 2t + 1 of every block of 8
@@ -19,9 +19,9 @@ using ValueColumns = Columns<DoTile, HEAD_DIM_V, COLUMN_WARPS>;
 using KeyGradient = float[2 * KeyColumns::PAIRS][KEY_ROWS][4];
 using ValueGradient = float[2 * ValueColumns::PAIRS][KEY_ROWS][4];
 
-// Where accumulators of dK and dV leave few registers, scores are computed for fewer queries at a time, pass after pass.
+// If accumulators of dK and dV leave few registers, scores are computed for fewer queries at a time, pass after pass.
 constexpr int ACCUMULATORS = 8 * KEY_ROWS * (KeyColumns::PAIRS + ValueColumns::PAIRS);
-constexpr bool ROOMY = SCALE_ONLY && !DROPOUT && !WINDOW;  // little else stands in registers
+constexpr bool ROOMY = SCALE_ONLY && !DROPOUT && !WINDOW;  // few other values are in registers
 constexpr int LIMIT = ACCUMULATORS <= 96 ? 64 : ROOMY ? 32 : 16;
 constexpr int PASS = QUERIES < LIMIT ? QUERIES : LIMIT;
 constexpr int PASSES = QUERIES / PASS;
@@ -53,7 +53,7 @@ struct Work {
   WarpPlace warp;
   Mask mask;
   int key_begin;
-  float poison[KEY_ROWS][2];  // NaN for a key that holds one or an infinity, else 0
+  float poison[KEY_ROWS][2];  // NaN for a key with a NaN or an infinity, else 0
 
   __device__ __forceinline__ int key(int row, int half) const { return key_begin + warp.key(row, half); }
   // Rows past the end are treated as the last row, so that they read no bias of their own; their weights are 0.
@@ -79,7 +79,7 @@ DEVICE void copy_scores(Scores& to, const Scores& from) {
   }
 }
 
-// Waits until `turn` others have ended theirs, and lets the next one begin. All threads call both.
+// `begin_turn` waits until `turn` others have ended theirs; `end_turn` lets the next one begin. All threads call both.
 DEVICE void begin_turn(const int32_t* turns, int turn) {
   if (threadIdx.x == 0) {
     while (ptx::load_acquire(turns) != turn) {
@@ -92,7 +92,7 @@ DEVICE void end_turn(int32_t* turns, int turn) {
   if (threadIdx.x == 0) ptx::store_release(turns, turn + 1);
 }
 
-// Puts zeros in the place of what hidden pairs have. A key is seen by rows of one range.
+// Sets the values of hidden pairs to 0. The rows that see a key are one range.
 DEVICE void apply_mask(Scores& s, const Work& work, const Step& now) {
   const int first_row = now.tile * BLOCK_M + work.warp.query(0, 0);
 #pragma unroll
@@ -108,8 +108,8 @@ DEVICE void apply_mask(Scores& s, const Work& work, const Step& now) {
   }
 }
 
-// Replaces each score by what change(score, r, block, e, row, key) makes of it. Keys past the end, of which no operand
-// tells anything, stay as they are: they are hidden.
+// Replaces each score by change(score, r, block, e, row, key). Scores of keys past the end stay as they are: they are
+// hidden, and no operand belongs to them.
 template <class Change>
 DEVICE void change_scores(Scores& s, const Work& work, const Step& now, Change change) {
 #pragma unroll
@@ -127,8 +127,8 @@ DEVICE void change_scores(Scores& s, const Work& work, const Step& now, Change c
 
 static_assert(NATURAL_LSE == !SCALE_ONLY, "the LSE has the scores' unit");
 
-// Line 11 of algorithm 2, P = exp(S - L): products to weights 2^(score - lse). Of scores, which a mask may make as low as
-// float goes, the difference comes before the product, which overflows.
+// Line 11 of algorithm 2, P = exp(S - L): products to weights 2^(score - lse). A mask may make scores as low as float
+// goes, so the lse is subtracted first: such a score times log2(e) overflows.
 DEVICE void compute_p(Scores& s, const Work& work, const Score<float>& score, const Step& now) {
   const float to_log2 = score.scale * LOG2_E;
   if constexpr (!SCALE_ONLY) {
@@ -149,7 +149,7 @@ DEVICE void compute_p(Scores& s, const Work& work, const Score<float>& score, co
   }
 }
 
-// Drops weights, and says which were kept: bit 4 * block + e of a row. A NaN times 0 is one still.
+// Drops weights. kept: bit 4 * block + e of a row is set if that weight was kept. A dropped NaN stays NaN.
 DEVICE void drop(Scores& weights, uint32_t (&kept)[KEY_ROWS], const Work& work, const Step& now) {
   const Dropout dropout = work.dropout(now.head);
   const int first_row = now.tile * BLOCK_M + work.warp.first_query;
@@ -163,7 +163,7 @@ DEVICE void drop(Scores& weights, uint32_t (&kept)[KEY_ROWS], const Work& work, 
   }
 }
 
-// Where the turns of a tile of dbias are counted, and this block's: sequences and heads that share it, one by one.
+// Where the turns of a tile of dbias are counted, and this block's turn among the sequences and heads that share it.
 DEVICE int32_t* dbias_turns_of(const Work& work, const Step& now, int& turn) {
   const BackwardParams& params = work.ring.params;
   const Strides& strides = params.dbias_strides;
@@ -176,8 +176,8 @@ DEVICE int32_t* dbias_turns_of(const Work& work, const Step& now, int& turn) {
   return params.dbias_turns + row * key_tiles + work.key_begin / BLOCK_N;
 }
 
-// Line 14, dS = P (dP - D): dP to the gradient of the scores, times a factor where
-// DS_BITS; dbias takes it without one.
+// Line 14, dS = P (dP - D): dP to the gradient of the scores, times the factor if DS_BITS. With BIAS_GRADIENT the
+// factor is left to scale_ds, because dbias takes none.
 DEVICE void compute_ds(Scores& dp, const Scores& p, const uint32_t (&kept)[KEY_ROWS], const Work& work, const Step& now) {
   const float kept_scale = DROPOUT ? float(work.ring.params.forward.dropout_scale) : 1.0f;
   const float factor = power_of_two(work.ring.ds_exponent());
@@ -198,8 +198,8 @@ DEVICE void compute_ds(Scores& dp, const Scores& p, const uint32_t (&kept)[KEY_R
   }
 }
 
-// Adds gradients of scores to dbias: none of hidden pairs, whose zeros have no place there if the key is past the end.
-// A row past the end, which passes as the last one, and scores that several warps compute are added once.
+// Adds gradients of scores to dbias, but not those of hidden pairs, whose keys may lie past the end. Rows past the end,
+// which repeat the last row, are left out. Scores that several warps compute are added once.
 DEVICE void add_to_dbias(const Scores& ds, const Work& work, const Step& now) {
   const BackwardParams& params = work.ring.params;
   const Strides& strides = params.dbias_strides;
@@ -216,14 +216,14 @@ DEVICE void add_to_dbias(const Scores& ds, const Work& work, const Step& now) {
   }
 }
 
-// Gradients of scores to dS, those of the dot products without the scale.
+// Turns gradients of scores into dS, those of the dot products without the scale.
 DEVICE void differentiate_score(Scores& ds, const Scores& dot, const Work& work, const Score<float>& score, const Step& now) {
   change_scores(ds, work, now, [&](float x, int r, int block, int e, int row, int key) {
     return score_gradient(score, dot[r][block][e], x, row, key);
   });
 }
 
-// What compute_ds leaves to be done after dbias.
+// Applies the factor that compute_ds leaves out for dbias.
 DEVICE void scale_ds(Scores& ds, const Work& work) {
   const float factor = power_of_two(work.ring.ds_exponent());
 #pragma unroll
