@@ -1,7 +1,7 @@
 // The last of the backward kernels on Hopper: sums in float to gradients in the inputs' types.
 //
-// A block takes one slot of dQ, what backward_sm90 added there side by side: of each consumer four values of its 128
-// threads, then the next four. They go to where they belong, times the softmax's scale.
+// A block takes one slot of dQ, in which backward_sm90 added for each consumer four values of each of its 128 threads,
+// then the next four, and so on. It moves them to their places, times the softmax's scale.
 //
 //   dq_sums of a slot    consumer 0: | values 0..3 of threads 0, 1, 2 .. | values 4..7 of threads 0, 1, 2 .. | ..
 //                        consumer 1: | ..

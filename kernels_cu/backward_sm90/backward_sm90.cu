@@ -5,8 +5,8 @@
 // of keys, `inner_step` lines 10 to 16 for one tile of queries; backward_sm90/backward_prepare_sm90.cu is line 4.
 //
 // A block owns BLOCK_N keys of one KV head of one sequence and walks over the query tiles that see them, of every query
-// head of the group, so that dK and dV are sums of one block in one order. Scores lie with keys down, so that those of a
-// warpgroup are its A operands next:
+// head of the group, so that dK and dV are sums of one block in one order. Scores have keys down, so that a warpgroup's
+// scores are its next A operands:
 //
 //      warpgroup 0                      warpgroups 1, 2: 64 keys each
 //    +-----------------------+        +--------------------------------------------------------------+
@@ -20,9 +20,9 @@
 //    +-----------------------+        +--------------------------------------------------------------+
 //      24 registers                     240 registers
 //
-// dQ has as many parts as there are key tiles, which are added by bulk reductions in the order of accumulators
-// (backward_sm90/backward_finish_sm90.cu puts them in rows). DETERMINISTIC adds them in the order of the keys, as
-// backward_mma does: a sender waits for its turn at each query tile, and blocks draw their numbers as they start.
+// dQ has as many parts as there are key tiles. They are added in the order of accumulators (backward_finish_sm90 puts
+// them in rows): by senders if SENDS_DQ, else from registers. DETERMINISTIC adds them in the order of the keys, as
+// backward_mma does: a part waits for its turn at each query tile, and blocks draw their numbers as they start.
 #define PTX_WGMMA_STEP 32
 #include "backward_sm90/consumer.cuh"
 #include "backward_sm90/producer.cuh"
@@ -30,8 +30,8 @@
 constexpr int THREADS = WARPS * 32;
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 
-// `full` barriers take one arrival, the producer's, and the bytes that it announces; `empty` ones an arrival of each
-// warp that reads.
+// `full` barriers take one arrival, the producer's, and the bytes that it announces; `empty` ones take an arrival of
+// each warp that reads.
 DEVICE void start_barriers(const Shared& shared) {
   constexpr int READERS = 4 * CONSUMERS;
   ptx::mbarrier_init(shared.keys_full(), 1);
@@ -157,7 +157,7 @@ __device__ __forceinline__ void Consumer::inner_step(KeyGradient& dk, ValueGradi
   if constexpr (SHARED_KEYS) {
     store_ds(shared.p(), p, number);
     ptx::fence_proxy_async();
-    sync_consumers();  // P of both is there; and both are done with the last dS
+    sync_consumers();  // P of both consumers is there, and both are done with the last dS
   }
   ptx::pin_registers(dv);
   ptx::pin_registers(p);
@@ -199,7 +199,7 @@ __device__ __forceinline__ void Consumer::inner_step(KeyGradient& dk, ValueGradi
   }
   store_ds(shared.ds(ds_half), ds, number);
   ptx::fence_proxy_async();
-  sync_consumers();  // dS of both is there; and both are done with the last but one, or with P
+  sync_consumers();  // dS of both consumers is there, and both are done with the last but one, or with P
   if constexpr (SHARED_KEYS) release(shared.dout_empty(dout_stage));
   if constexpr (BIAS_GRADIENT && DETERMINISTIC) {
     int turn;

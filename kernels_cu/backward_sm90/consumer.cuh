@@ -1,4 +1,4 @@
-// What a consumer of backward_sm90 calls: a warpgroup that multiplies 64 keys with the tiles of queries that see them.
+// A consumer of backward_sm90: a warpgroup that multiplies 64 keys with the tiles of queries that see them.
 #pragma once
 
 #include "backward_sm90/nonfinite.cuh"
@@ -73,8 +73,8 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  // Line 12, dV += P^T dO, and line 16, dK += dS^T Q: 64 keys, all columns or the consumer's half; queries are summed. `a`
-  // is P^T or dS^T, which where SHARED_KEYS are multiplied from shared memory, because half of them are the other one's.
+  // Line 12, dV += P^T dO, and line 16, dK += dS^T Q: 64 keys, all columns or the consumer's half; queries are summed.
+  // `a` is P^T or dS^T. If SHARED_KEYS, it is read from shared memory, because half of it is the other consumer's.
   template <class Tile, int OWN>
   __device__ __forceinline__ void add_to(float (&sum)[OWN / 2], Weights& a, uint32_t a_tile, uint32_t tile) const {
     const uint64_t rows = Tile::columns(tile + first_column(OWN) / Tile::WIDTH * Tile::BOX_BYTES);
@@ -110,7 +110,7 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  // Adds a piece of dQ to global memory: each thread's values side by side, four columns of all threads after the other.
+  // Adds a piece of dQ to global memory: four values of each thread side by side, then the next four.
   __device__ __forceinline__ void add_dq(const QueryGradient& dq, const Work& work, int piece = 0) const {
     const int64_t slot = slot_of(all.params, work, step);
     float* const sums =
@@ -139,7 +139,7 @@ struct Consumer {
     }
   }
 
-  // Hands dQ to the warp that sends it: each thread's values side by side, four columns of all threads after the other.
+  // Hands dQ to the warp that sends it: four values of each thread side by side, then the next four.
   __device__ __forceinline__ void pass_dq(const QueryGradient& dq) const {
     ptx::barrier_sync(dq_empty(number), SENDING);
 #pragma unroll
@@ -158,8 +158,8 @@ struct Consumer {
     if (lane_id() == 0) ptx::mbarrier_arrive(barrier);
   }
 
-  // A gradient of the consumer's keys, through the place that the keys (or values) had; a warp stores the rows that it
-  // wrote there.
+  // Stores a gradient of the consumer's keys through the shared memory of the keys (or values). A warp stores the rows
+  // that it wrote there.
   template <class Tile, int WIDTH, int OWN>
   __device__ __forceinline__ void store(void* gradient, const Strides& strides, const float (&sum)[OWN / 2], const Work& work,
                                         uint32_t place, float factor) const {
@@ -187,7 +187,7 @@ struct Consumer {
     }
   }
 
-  // Eight columns of a key's gradient, unless the key is past the end.
+  // Stores eight columns of a key's gradient, unless the key is past the end.
   __device__ __forceinline__ void store_unit(void* gradient, const Strides& strides, const Work& work, int key, int unit,
                                              const uint32_t (&words)[4]) const {
     const int at = work.key_begin + key;
@@ -199,7 +199,7 @@ struct Consumer {
     for (int i = 0; i < 8; i++) out[i].bits = uint16_t(words[i / 2] >> i % 2 * 16);
   }
 
-  // Keys that no row sees. Not through shared memory, which the producer fills for the next tile of keys.
+  // Stores zeros for keys that no row sees, not through shared memory: the producer fills it for the next tile of keys.
   template <int WIDTH>
   __device__ __forceinline__ void store_zeros(void* gradient, const Strides& strides, const Work& work) const {
     const uint32_t zeros[4] = {0, 0, 0, 0};

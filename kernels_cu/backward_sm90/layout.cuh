@@ -1,9 +1,9 @@
-// Sizes of backward_sm90, and where everything lies in its shared memory. Operands lie in the boxes of forward_sm90/boxes.cuh.
+// Sizes of backward_sm90, and the layout of its shared memory. Operands lie in the boxes of forward_sm90/boxes.cuh.
 //
 //     K | V | Q, STAGES tiles | dO, tiles | dS, two tiles | dQ | lse, delta of each tile of Q, dO | mbarriers | number
 //                                           [query][key]   in the order of accumulators
 //
-// dK and dV leave through the places of K and V. Where SHARED_KEYS, P and dS have a tile each, and dQ has no place.
+// dK and dV leave through the places of K and V. If SHARED_KEYS, P and dS have a tile each, and dQ has no place.
 #pragma once
 
 #include "common/score_gradient.cuh"
@@ -18,8 +18,8 @@ constexpr int CONSUMERS = WARPS / 4 - 1;  // warpgroups that multiply; the other
 constexpr int KEYS = 64;                  // of a consumer
 constexpr int QUERIES = SHARED_KEYS ? BLOCK_M / CONSUMERS : BLOCK_M;  // of a consumer's scores
 
-// Both head dims are compiled for 64 or 128, as the tile has it, where keys are shared for 192, 192 and 128, or 256; TMA
-// fills the columns between with zeros. Tiles of 128 queries of their own leave registers for heads of 64 and no options.
+// Both head dims are compiled for 64 or 128, by the tile, or if keys are shared for 192, 192 and 128, or 256. TMA fills
+// the extra columns with zeros. Tiles of 128 queries leave registers only for heads of 64 without options.
 constexpr int WIDEST = HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V;
 constexpr int DIM = SHARED_KEYS ? (WIDEST <= 192 ? 192 : 256) : BLOCK_M == 128 ? 64 : 128;
 constexpr int DIM_V = DIM == 192 && HEAD_DIM_V <= 128 ? 128 : DIM;
@@ -34,8 +34,8 @@ using QBoxes = Boxes<BLOCK_M, DIM, ELEMENT, OWN_COLUMNS>;
 using DoBoxes = Boxes<BLOCK_M, DIM_V, ELEMENT, OWN_COLUMNS_V>;
 using DsBoxes = Boxes<BLOCK_M, BLOCK_N>;
 
-// Of dQ a consumer multiplies 64 rows: its own and all columns, or all and its own columns. Registers hold DQ_PIECE of
-// the columns at a time.
+// A consumer multiplies 64 rows of dQ: its own rows and all columns, or all rows and its own columns. Registers hold
+// DQ_PIECE of the columns at a time.
 constexpr bool OWN_ROWS = BLOCK_M == 64 * CONSUMERS;
 constexpr int DQ_COLUMNS = OWN_ROWS ? DIM : DIM / CONSUMERS;
 constexpr bool WITH_OPTIONS = !SCALE_ONLY || DROPOUT;
@@ -43,11 +43,11 @@ constexpr int DQ_PIECE = SHARED_KEYS && WITH_OPTIONS ? 64 : DQ_COLUMNS > 192 ? 1
 constexpr int DQ_PIECES = DQ_COLUMNS / DQ_PIECE;
 constexpr uint32_t DQ_BYTES = 64 * DQ_COLUMNS * 4;  // of a consumer
 
-// Parts of dQ that are added in order wait for their turn in shared memory, while the consumers go on, and options leave no
-// registers for addresses. Others are added from registers: once instead of twice through the memory that products read.
+// Parts of dQ that are added in order wait in shared memory while the consumers go on, and options leave no registers
+// for addresses. Others are added from registers: once instead of twice through the memory that products read.
 //
-// dbias is the gradient before any derivative. Where there is one, products are kept in dQ's place, each thread's own, and
-// weights are computed twice: registers do not last for both.
+// dbias is the gradient before any derivative. If there is a derivative, each thread keeps its products in dQ's place,
+// and weights are computed twice, because registers do not suffice for both.
 constexpr bool KEEPS_PRODUCTS = BIAS_GRADIENT && GRADIENT_NEEDS_DOT;
 constexpr bool SENDS_DQ = (DETERMINISTIC || WITH_OPTIONS) && !SHARED_KEYS && !KEEPS_PRODUCTS;
 static_assert(!KEEPS_PRODUCTS || (!SHARED_KEYS && BLOCK_M * KEYS * 4 <= DQ_BYTES), "products have room in dQ's place");
@@ -85,7 +85,7 @@ struct Shared {
   __device__ __forceinline__ uint32_t q(int stage) const { return base + Q_AT + stage * QBoxes::BYTES; }
   __device__ __forceinline__ uint32_t dout(int stage) const { return base + DO_AT + stage * DoBoxes::BYTES; }
   __device__ __forceinline__ uint32_t ds(int half) const { return base + DS_AT + half * DsBoxes::BYTES; }
-  // Where SHARED_KEYS: P, beside one tile of dS.
+  // If SHARED_KEYS: P, beside one tile of dS.
   __device__ __forceinline__ uint32_t p() const { return ds(1); }
   __device__ __forceinline__ uint32_t dq(int consumer) const { return base + DQ_AT + consumer * DQ_BYTES; }
   __device__ __forceinline__ uint32_t lse(int stage) const { return base + STATISTICS_AT + stage * ROW_BYTES; }
@@ -111,5 +111,5 @@ constexpr int ALL_CONSUMERS = 1;
 DEVICE void sync_consumers() { ptx::barrier_sync(ALL_CONSUMERS, CONSUMERS * WARPGROUP); }
 DEVICE int dq_full(int consumer) { return 2 + consumer; }
 DEVICE int dq_empty(int consumer) { return 2 + CONSUMERS + consumer; }
-DEVICE void sync_consumer(int consumer) { ptx::barrier_sync(2 + consumer, WARPGROUP); }  // where nothing is sent
+DEVICE void sync_consumer(int consumer) { ptx::barrier_sync(2 + consumer, WARPGROUP); }  // if nothing is sent
 constexpr int SENDING = WARPGROUP + 32;  // threads of dq_full and dq_empty

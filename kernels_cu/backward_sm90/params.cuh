@@ -1,4 +1,4 @@
-// What a launch of backward_sm90 passes: tensor maps of what it loads by TMA, and the parameters of every backward kernel.
+// The parameters of a launch of backward_sm90: tensor maps of what TMA loads, and those of every backward kernel.
 //
 // gpu_actors/kernels/backward_sm90.py packs it.
 #pragma once
@@ -8,7 +8,7 @@
 #include "ptx/types.cuh"
 
 struct Sm90BackwardParams {
-  ptx::TensorMap q, k, v, dout;  // (dim, rows, heads, batch), rows of all sequences together where VARLEN
+  ptx::TensorMap q, k, v, dout;  // (dim, rows, heads, batch), with the rows of all sequences together if VARLEN
   WithScoreMod<BackwardParams> params;
 };
 static_assert(sizeof(ptx::TensorMap) == 128 && alignof(ptx::TensorMap) == 64, "as the driver encodes it");

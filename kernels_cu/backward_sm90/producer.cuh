@@ -1,8 +1,8 @@
-// The warpgroup of backward_sm90 that multiplies nothing: one warp loads, and where SENDS_DQ one a consumer sends dQ to
-// global memory.
+// The warpgroup of backward_sm90 that multiplies nothing: one warp loads, and if SENDS_DQ one warp for each consumer
+// sends dQ to global memory.
 //
-// All lanes of a warp wait, one acts; between the two stands a __syncwarp(), because a lane that looks late can find the
-// barrier two phases further on, and would wait for ever.
+// All lanes of a warp wait, then one acts. A __syncwarp() stands between, because a lane that looks late could find the
+// barrier two phases further on and wait for ever.
 #pragma once
 
 #include "backward_sm90/work.cuh"
@@ -80,7 +80,7 @@ struct Sender {
     return all.params.dq_turns + slot * CONSUMERS + consumer;
   }
 
-  // By the leader alone.
+  // Called by the leader only.
   __device__ __forceinline__ void add(const Work& work, int64_t slot) {
     float* const sums = all.params.dq_sums + slot * DQ_FLOATS + consumer * (DQ_BYTES / 4);
     if constexpr (DETERMINISTIC) {

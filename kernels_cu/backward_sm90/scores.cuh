@@ -8,8 +8,8 @@
 //   dP^T --dropout, delta, times P--> dscores (dbias) --times the derivative of the options--> dS^T
 //                                         packed, the A operand of dK += dS^T Q; in shared memory, of dQ
 //
-// Only the scores know the products that the derivative needs. They are gone when dP is there, so that P is multiplied by
-// the derivative at once, after it is packed.
+// The derivative needs the products, which are gone when dP is there. So P is multiplied by the derivative at once,
+// after it is packed.
 #pragma once
 
 #include "backward/bounds.cuh"
@@ -23,26 +23,26 @@ using Format = FormatOf<ELEMENT>;
 using Scores = float[QUERIES / 2];
 using Weights = uint32_t[QUERIES / 16][4];
 
-// Whether rows past the end have to be told apart: with a mask, because a key that is put aside has scores of NaN there,
-// too, and with options, because of what they may make of a product of 0.
+// Whether rows past the end have to be told apart: with a mask, because a key that is set aside has NaN scores there
+// too, and with options, because they may change the score of a product of 0.
 constexpr bool HIDES_ROWS = HIDES || WITH_OPTIONS;
-// Options need registers, so that dP is multiplied after the weights are packed. They then run beside no product.
+// Options need registers, so dP is multiplied after the weights are packed, and the options overlap with no product.
 constexpr bool DP_LATER = WITH_OPTIONS;
-constexpr bool DV_FIRST = (BIAS && DROPOUT) || KEEPS_PRODUCTS;  // and that dV is done before dS is computed
+constexpr bool DV_FIRST = (BIAS && DROPOUT) || KEEPS_PRODUCTS;  // whether dV is done before dS is computed, too
 
-// No register is left then for an index that is computed ahead of its use.
+// Whether no register is left for an index that is computed ahead of its use.
 constexpr bool FEWEST_REGISTERS = BIAS_GRADIENT && DROPOUT && (DETERMINISTIC || KEEPS_PRODUCTS);
 
 // A thread's two keys, key and key + 8.
 struct Keys {
   int key;
   int ds_exponent;  // log2 of dS's factor
-  float factor[2];  // of products: the scale, in base 2 where it is alone; NaN for a key that holds a NaN or an infinity
+  float factor[2];  // of products: the scale, in base 2 if SCALE_ONLY; NaN for a key that holds a NaN or an infinity
 
   __device__ __forceinline__ int of(int half) const { return key + 8 * half; }
 };
 
-// The thread's number, from which ptxas computes nothing ahead: registers would not last to keep it.
+// The thread's number, from which ptxas computes nothing ahead, because registers would not suffice to keep it.
 DEVICE int fresh_thread() {
   uint32_t thread[1] = {threadIdx.x};
   ptx::pin_registers(thread);
@@ -66,7 +66,7 @@ DEVICE Hidden hidden_pairs(const Work& work, int tile_begin, int row_begin, int 
           HIDES && ((VARLEN && tile_past_end) || !work.mask.all_visible(tile_begin, tile_end, work.key_begin, key_end))};
 }
 
-// The queries of the tile that a key is seen by, counted from the thread's first one: [begin, end).
+// The queries of the tile that see a key, counted from the thread's first one: [begin, end).
 DEVICE SeenRows seen_queries(const Work& work, int key, int row_begin) {
   const int first_row = row_begin + fresh_thread() % 4 * 2;
   const SeenRows rows = work.mask.rows(work.at.seqlen_q, key, key + 1);
@@ -74,7 +74,7 @@ DEVICE SeenRows seen_queries(const Work& work, int key, int row_begin) {
 }
 DEVICE bool hides(const SeenRows& seen, int query) { return query < seen.begin || (HIDES_ROWS && query >= seen.end); }
 
-// Puts zeros in the place of what hidden pairs have. A key is seen by rows of one range.
+// Sets the values of hidden pairs to 0. The rows that see a key are one range.
 DEVICE void apply_mask(Scores& s, const Work& work, const Keys& keys, int row_begin) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -102,8 +102,8 @@ DEVICE void compute_p(Scores& s, const Keys& keys, uint32_t lses) {
   }
 }
 
-// The score of a product that is scaled already, in the order of common/score.cuh; `derivative`: of the score by it.
-// distance: of ALiBi, signed.
+// The score of a product that is scaled already, in the order of common/score.cuh. `derivative`: of the score with
+// respect to the product. distance: of ALiBi, signed.
 DEVICE float score_of(const Score<float>& score, float scaled, int row, int key, float distance, float& derivative) {
   derivative = 1.0f;
   float x = scaled;
@@ -124,7 +124,7 @@ DEVICE Score<float> scores_of(const WithScoreMod<BackwardParams>& params, const 
   return score;
 }
 
-// A bit for each of the thread's probabilities that is kept: 4 * block + e, of 64 queries a word.
+// A bit for each of the thread's probabilities, set if it is kept: 4 * block + e, 64 queries a word.
 using Kept = uint32_t[QUERIES / 64];
 
 DEVICE void draw_kept(Kept& kept, const BackwardParams& params, const Work& work, int head, int row_begin, int first_key) {
@@ -141,7 +141,7 @@ DEVICE void draw_kept(Kept& kept, const BackwardParams& params, const Work& work
   }
 }
 
-// What weights are computed from besides products. kept_products: the thread's, in shared memory, where KEEPS_PRODUCTS.
+// What weights are computed from besides products. kept_products: the thread's, in shared memory, if KEEPS_PRODUCTS.
 struct WeightTerms {
   const Score<float>& scores;
   const Work& work;
@@ -161,8 +161,8 @@ DEVICE void keep_products(uint32_t kept_products, const Scores& s) {
   }
 }
 
-// Line 11 with options: products to weights. visit(block, weights, derivatives, hidden): of the thread's four of 8 queries.
-// A row past the end is scored as the last one, and a key as the last one: they are hidden.
+// Line 11 with options: products to weights. visit(block, weights, derivatives, hidden) gets the thread's four of 8
+// queries. Rows and keys past the end are scored as the last ones; they are hidden.
 template <class Visit>
 DEVICE void for_each_weight(const Scores& s, const WeightTerms& terms, Visit&& visit) {
   const auto& [scores, work, keys, lses, kept_products, row_begin, masked] = terms;
@@ -205,7 +205,7 @@ DEVICE void for_each_weight(const Scores& s, const WeightTerms& terms, Visit&& v
         if constexpr (!SCORE_MOD) x = ptx::ex2(x);
       }
       hidden[e] = hides(seen[e / 2], query);
-      // Hidden before the exponential too: that takes fewer registers than behind it alone.
+      // Hidden before the exponential too, which takes fewer registers than only after it.
       if constexpr (SCORE_MOD) x = ptx::ex2(hidden[e] ? -INFINITY : x);
       weights[e] = hidden[e] ? 0.0f : x;
       derivatives[e] = derivative;
@@ -238,7 +238,7 @@ struct DsTerms {
   float kept_scale, factor;
 };
 
-// Line 14, dS = P (dP - D), times a factor where DS_BITS: of the thread's four of 8 queries.
+// Line 14, dS = P (dP - D), times a factor if DS_BITS: of the thread's four of 8 queries.
 DEVICE void compute_ds(Scores& dp, int block, const float (&p)[4], const DsTerms& terms) {
   uint32_t delta[2];
   ptx::load_shared_v2(delta, terms.deltas + block * 32 + lane_id() % 4 * 8);
@@ -259,7 +259,7 @@ DEVICE void compute_ds(Scores& dp, const Scores& p, const DsTerms& terms) {
   }
 }
 
-// Adds the gradient of a score to dbias: none of a hidden pair, which is zero here. i: of the thread's scores.
+// Adds the gradient of a score to dbias. That of a hidden pair is 0 here and left out. i: of the thread's scores.
 DEVICE void add_to_dbias(float ds, int i, float* dbias, const Strides& strides, const Keys& keys, float factor) {
   const int query = column_of_register(i) + lane_column();
   if (ds != 0.0f) ptx::reduce_add(dbias + query * strides.row + keys.of(half_of_register(i)), DS_BITS ? ds * factor : ds);
@@ -274,8 +274,8 @@ DEVICE void add_to_dbias(const Scores& ds, const BackwardParams& params, const W
   for (int i = 0; i < QUERIES / 2; i++) add_to_dbias(ds[i], i, dbias, params.dbias_strides, keys, factor);
 }
 
-// Line 14 where KEEPS_PRODUCTS: the weights of products, a second time, and dS with dbias between P's gradient and the
-// derivatives of the scores.
+// Line 14 if KEEPS_PRODUCTS: computes the weights from the products again, then dS. dbias is added before the
+// derivatives of the scores are applied.
 DEVICE void compute_ds_of_products(Scores& dp, const DsTerms& terms, const WeightTerms& weight_terms,
                                    const BackwardParams& params, int head) {
   float* const dbias = dbias_of(params, weight_terms.work, head, weight_terms.row_begin);
@@ -293,8 +293,8 @@ DEVICE void compute_ds_of_products(Scores& dp, const DsTerms& terms, const Weigh
   for_each_weight(dp, weight_terms, differentiate);
 }
 
-// Where the turns of a tile of dbias are counted, and this block's: sequences and heads that share it, one by one. Computed
-// anew by each call: registers would not last to keep it.
+// Where the turns of a tile of dbias are counted, and this block's turn among the sequences and heads that share it.
+// Each call computes it again, because registers do not suffice to keep it.
 DEVICE int32_t* dbias_turns_of(const BackwardParams& params, const Work& work, const Step& step, int& turn) {
   uint32_t fresh[2] = {uint32_t(step.head), uint32_t(step.tile)};
   ptx::pin_registers(fresh);
@@ -314,8 +314,8 @@ DEVICE void pack(Weights& to, const Scores& from) {
   for (int i = 0; i < QUERIES / 4; i++) to[i / 4][i % 4] = Format::pack(from[2 * i], from[2 * i + 1]);
 }
 
-// A consumer's dS^T, or P^T, to a tile [query][key]. Rows of dS are the A operand of dQ; where SHARED_KEYS, columns of both
-// are those of dK and dV.
+// Stores a consumer's dS^T, or P^T, in a tile [query][key]. Rows of dS are the A operand of dQ; if SHARED_KEYS, columns
+// of both are those of dK and dV.
 DEVICE void store_ds(uint32_t tile, const Weights& ds, int consumer) {
   int lane = lane_id(), warp = threadIdx.x % WARPGROUP / 32;
   if constexpr (FEWEST_REGISTERS) {

@@ -38,7 +38,7 @@ DEVICE Work work_of(const BackwardParams& params, const KeyPlace& at, int key_ti
 struct Step {
   int head, tile;
   Ring<STAGES> ring;
-  Ring<DO_STAGES> own_dout_ring;  // where it is not Q's
+  Ring<DO_STAGES> own_dout_ring;  // if it is not Q's
 
   __device__ __forceinline__ int dout_stage() const { return DO_STAGES == STAGES ? ring.stage : own_dout_ring.stage; }
   __device__ __forceinline__ uint32_t dout_parity() const { return DO_STAGES == STAGES ? ring.parity : own_dout_ring.parity; }
@@ -69,15 +69,15 @@ DEVICE int dq_turn(const Work& work, const Step& step) {
 
 DEVICE int key_parts_of(const BackwardParams& params) { return (params.forward.seqlen_k + BLOCK_N - 1) / BLOCK_N; }
 
-// The sequence, KV head and part of the keys of block `number`, in a register for roles that have none for the order.
+// The sequence, KV head and part of the keys of block `number`, in one register: some roles have none for the order.
 DEVICE int block_of(const BackwardParams& params, int number) {
   const int parts = key_parts_of(params);
   const KeyPlace at = locate_keys(params.forward, parts, BLOCK_N, number);
   return (at.sequence * params.forward.heads_kv + at.kv_head) * parts + at.part;
 }
 
-// Calls `visit` for each tile of keys of the block. It is one, unless a sequence is longer than the caller said. Tiles of
-// a block are neighbours, so that it waits for none of a block with a higher number.
+// Calls `visit` for each tile of keys of the block, which is one unless a sequence is longer than the caller said.
+// Tiles of a block are neighbours, so that it waits for no block with a higher number.
 template <class Visit>
 DEVICE void for_each_key_tile(const BackwardParams& params, int block, Visit&& visit) {
   const int parts = key_parts_of(params), sequence_head = block / parts, heads = params.forward.heads_kv;

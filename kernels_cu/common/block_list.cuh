@@ -1,10 +1,10 @@
-// The blocks that a block mask lists: of keys for a block of rows, or of rows for a block of keys. What is not listed is
+// The blocks that a block mask lists: of keys for a block of rows, or of rows for a block of keys. Other blocks are
 // neither loaded nor multiplied.
 //
 //   tile n   0 1 2 3 | 4 5 6 7 | 8 ..     where blocks have four tiles
 //   block    partial[0] partial[1] full[0] ..
 //
-// Lengths that a block does not divide leave tiles behind the end, which kernels pass over.
+// If a length is not a multiple of a block, the last one has tiles past the end, which kernels skip.
 #pragma once
 
 #include "common/types.cuh"

@@ -1,23 +1,23 @@
-// Which head and tile a block has where a mask gives tiles unequal work: those with the most work start first, of all heads.
-// The last blocks to start are then short ones, and no multiprocessor is left alone with a long one.
+// Which head and tile a block has if a mask gives tiles unequal work: those with the most work, of all heads of a
+// section, start first. The last blocks to start are then short, and no multiprocessor is left alone with a long one.
 //
 //     numbers in order   section 0                                  section 1
 //                        rank 0:  head 0, head 1 .. head H - 1      rank 0:  head H, ..
 //                        rank 1:  head 0, head 1 .. head H - 1      ..
 //                        ..
 //
-// Ranks are a head's tiles by falling work. A section is as many heads as have SECTION_BLOCKS tiles, so that blocks which
-// run together read few heads, and L2 holds what they share: whole groups that share keys and values. The last section
-// takes what is left over, too: of few heads alone it would end with long blocks.
+// Ranks are a head's tiles by falling work. A section has as many heads as have SECTION_BLOCKS tiles, in whole groups
+// that share keys and values: blocks that run together read few heads, and L2 holds what they share. The last section
+// also takes the heads that are left over, because a section of few heads would end with long blocks.
 //
-// Where all tiles have the same work, blocks are numbered by head, then tile.
+// If all tiles have the same work, blocks are numbered by head, then tile.
 #pragma once
 
 #include "common/mask.cuh"
 #include "common/score_mod.cuh"
 
 constexpr bool UNEVEN = CAUSAL || WINDOW || BLOCK_MASK;
-constexpr int SECTION_BLOCKS = 512;  // some four for each multiprocessor of the GPUs with the most
+constexpr int SECTION_BLOCKS = 512;  // about four for each multiprocessor of the largest GPUs
 
 struct HeadRank {
   int sequence_head;  // heads of all sequences, one sequence after the other

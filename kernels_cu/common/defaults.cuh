@@ -1,7 +1,7 @@
-// Every macro that a kernel is compiled for: what it means, and its value where a variant gives none.
+// Every macro that a kernel is compiled for: what it means, and its value if a variant gives none.
 //
-// The first part are options. The second part are sizes and types, which every variant gives; they have values here for an
-// editor alone (GPU_ACTORS_EDITOR, in compile_flags.txt), so that clangd can open any kernel by itself.
+// The first part has options. The second part has sizes and types, which every variant gives; they have values here
+// only for an editor (GPU_ACTORS_EDITOR, in compile_flags.txt), so that clangd can open any kernel by itself.
 #pragma once
 
 // ---- options: 0 or 1 unless said otherwise, and without cost when 0
@@ -17,7 +17,7 @@
 #ifndef SINK_TOKENS
 #define SINK_TOKENS 0
 #endif
-#ifndef CHUNKED  // a row sees the keys of its own key's chunk alone; WINDOW is 1 then
+#ifndef CHUNKED  // a row sees only the keys of its own key's chunk; WINDOW is 1 then
 #define CHUNKED 0
 #endif
 #ifndef TOP_LEFT  // the diagonal starts at key 0 instead of ending at the last key
@@ -39,7 +39,7 @@
 #ifndef SINKS
 #define SINKS 0
 #endif
-#ifdef BIAS_ELEMENT  // the bias's type; not given where there is no bias
+#ifdef BIAS_ELEMENT  // the bias's type; not given if there is no bias
 #define BIAS 1
 #else
 #define BIAS 0
@@ -61,7 +61,7 @@
 #ifndef WIDE_LSE  // the LSE is double, of double inputs
 #define WIDE_LSE 0
 #endif
-#ifndef ROW_STATS  // of each row the largest score and the sum of exponentials relative to it are stored, beside the LSE
+#ifndef ROW_STATS  // each row's largest score and the sum of exponentials relative to it are stored, beside the LSE
 #define ROW_STATS 0
 #endif
 #ifndef COMPUTE_BITS  // significant bits of q, k and v as operands: 24 keeps float whole
@@ -78,7 +78,7 @@
 #ifndef NATURAL_LSE  // weights are computed from scores, and not from products in base 2
 #define NATURAL_LSE 0
 #endif
-#ifndef SUMMED_Q  // sequences share q, and backward_sum adds their dQ up, which are stored unrounded; SUMMED_K, .. likewise
+#ifndef SUMMED_Q  // sequences share q, and backward_sum adds up their dQ, stored unrounded; SUMMED_K, .. likewise
 #define SUMMED_Q 0
 #endif
 #ifndef SUMMED_K
@@ -122,13 +122,13 @@
 #ifndef VALUE_WARPS  // warps that share a row's columns of V, each multiplying all of its keys for itself
 #define VALUE_WARPS 1
 #endif
-#ifndef Q_ELEMENT  // q's type where it is not ELEMENT, to which it is widened then
+#ifndef Q_ELEMENT  // q's type, if it is not ELEMENT, to which it is then widened
 #define Q_ELEMENT ELEMENT
 #endif
 #ifndef LATENT  // values are the first columns of keys, and are read with them
 #define LATENT 0
 #endif
-#ifndef TREE  // a bit mask a row says which of the new keys it sees
+#ifndef TREE  // a bit mask for each row says which of the new keys it sees
 #define TREE 0
 #endif
 
@@ -147,7 +147,7 @@
 #endif
 
 // Of forward_sm90.
-#ifndef O_DIRECT  // the output leaves from registers, for shared memory has no room for it
+#ifndef O_DIRECT  // the output leaves from registers, because shared memory has no room for it
 #define O_DIRECT 0
 #endif
 #ifndef PIECES  // of V's columns that are summed one after the other, each apart from O

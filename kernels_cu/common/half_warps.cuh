@@ -16,11 +16,11 @@ constexpr int PITCH = (HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V) | 1;
 static_assert(ROWS * (THREADS / LANES) == BLOCK_M, "BLOCK_M must be a multiple of the half-warps of a block");
 static_assert(KEYS * LANES == BLOCK_N, "BLOCK_N must be a multiple of 16");
 
-// What stands in the place of a weight where a row does not see a key. Such a pair is skipped: 0 * NaN would let a masked
-// NaN into a sum.
+// Stands for a weight if a row does not see a key. Such a pair is skipped, because 0 * NaN would let a masked NaN into
+// a sum.
 constexpr Real HIDDEN = -1;
 
-// `count` rows of WIDTH columns into shared memory, and zeros up to ROW_LIMIT rows.
+// Loads `count` rows of WIDTH columns into shared memory, and zeros up to ROW_LIMIT rows.
 template <int ROW_LIMIT, int WIDTH, class Element>
 DEVICE void load_tile(Real* tile, const Element* rows, int64_t row_stride, int count) {
   for (int n = threadIdx.x; n < ROW_LIMIT * WIDTH; n += THREADS) {

@@ -9,7 +9,7 @@ static_assert(BLOCK_MASK_ROWS % BLOCK_M == 0 && BLOCK_MASK_KEYS % BLOCK_N == 0, 
 using Tiles = ListedTiles<BLOCK_MASK_KEYS / BLOCK_N>;
 
 DEVICE Tiles key_tiles(const LaunchParams& params, const Mask&, int sequence, int head, int row_begin, int) {
-  // Lists end with the longest sequence that the caller said: lengths on the device may go on behind it.
+  // Lists end with the longest sequence that the caller said, but lengths on the device may be longer.
   if (VARLEN && row_begin >= params.seqlen_q) return {};
   return {bind_block_list(params.score_params(), sequence, head, row_begin / BLOCK_MASK_ROWS)};
 }

@@ -18,7 +18,7 @@ struct KeyTiles {  // [0, sinks) and [begin, end), in tiles; begin >= sinks
 
   __device__ __forceinline__ int count() const { return sinks + end - begin; }
   __device__ __forceinline__ int at(int n) const { return n < sinks ? n : begin + n - sinks; }
-  // How many of them come before one of them.
+  // How many of them come before `tile`, which is one of them.
   __device__ __forceinline__ int before(int tile) const { return tile < sinks ? tile : tile - begin + sinks; }
 };
 
@@ -50,7 +50,7 @@ struct Reach {
     const int past = own % chunk;
     return own - (past < 0 ? past + chunk : past);
   }
-  // The first key, where own keys and it are counted from `origin`.
+  // The first key, if it and the own key are counted from `origin`.
   __device__ __forceinline__ int first(int own, int origin = 0) const {
     return CHUNKED ? at_least(chunk_begin(own + origin) - origin, own - left) : own - left;
   }
@@ -62,7 +62,7 @@ struct Reach {
     if (CHUNKED) return key >= first(own) && (CAUSAL || key < end(own + 1));
     return key - own >= -left && (CAUSAL || key - own <= right);
   }
-  // Of the rows that see a key, the first one's own key; one past that of the last, where the key is key_end - 1.
+  // The own key of the first row that sees `key`, and one past that of the last row that sees key_end - 1.
   __device__ __forceinline__ int first_own(int key) const {
     return CHUNKED ? at_least(chunk_begin(key), key - right) : key - right;
   }
@@ -75,7 +75,7 @@ DEVICE Reach reach_of(const Params& params) {
   return {params.window_left, params.window_right, params.attention_chunk};
 }
 
-// [0, sinks) and [begin, end): keys that at least one of some rows sees. No other key is read, whatever tile it falls
+// [0, sinks) and [begin, end): keys that at least one of some rows sees. No other key is read, whichever tile it falls
 // into.
 struct SeenKeys {
   int sinks, begin, end;
@@ -89,16 +89,16 @@ struct SeenKeys {
 };
 
 #if POSITIONS
-// The same where rows and keys have positions: which keys a row sees is a matter of positions, and
-// what it is asked for and answers are indices.
+// The same if rows and keys have positions: which keys a row sees depends on positions, but arguments and results are
+// indices.
 //
 //   a row at position p sees the keys at positions     p - left .. p + right (WINDOW; else all), below sink_tokens
 //                                                      (SINK_TOKENS), and of them none after p (CAUSAL)
 //
 // Ranges of several rows or keys hold all that one of them sees; with steps above 1 they may hold others, which
-// `visible` tells apart.
+// `visible` excludes.
 struct Mask {
-  static constexpr int diagonal = 0;  // for kernels to hand on; here nothing is measured from it
+  static constexpr int diagonal = 0;  // for kernels to pass on; nothing is measured from it here
 
   int seqlen_k;
   Reach reach;
@@ -189,7 +189,7 @@ struct Mask {
     return reach.has(own, key) || (SINK_TOKENS && key < sink_tokens);
   }
 
-  // Whether each row of [row_begin, row_end) sees each key of [key_begin, key_end), sink tokens left aside.
+  // Whether each row of [row_begin, row_end) sees each key of [key_begin, key_end), apart from sink tokens.
   __device__ __forceinline__ bool all_visible(int row_begin, int row_end, int key_begin, int key_end) const {
     if (key_end > seqlen_k) return false;
     if (CAUSAL && key_end - 1 > row_begin + diagonal) return false;

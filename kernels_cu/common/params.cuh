@@ -1,4 +1,4 @@
-// What a launch passes a forward kernel (Params). What it is compiled for: common/defaults.cuh.
+// The parameters of a launch of a forward kernel (Params). common/defaults.cuh has its compile-time options.
 //
 // gpu_actors/kernels/params.py reads the structs from this text: one field a line, of a type that it knows.
 // The innermost dimension of an operand (head_dim, or the keys of bias) is contiguous.
@@ -49,7 +49,7 @@ struct Params {  // pointers to operands that the variant does not use are null
   uint32_t dropout_threshold;
   int32_t heads_q;
   int32_t heads_kv;
-  int32_t seqlen_q;  // of the longest sequence where VARLEN, like seqlen_k
+  int32_t seqlen_q;  // of the longest sequence if VARLEN, like seqlen_k
   int32_t seqlen_k;
   int32_t window_left;
   int32_t window_right;
@@ -74,7 +74,7 @@ struct LseOf<true> {
 };
 using LseElement = LseOf<WIDE_LSE>::Type;
 
-// An operand's element, or the first one of its row. Packed tensors have no batch stride: `row` is then among all.
+// An operand's element, or the first one of its row. Packed tensors have no batch stride; `row` counts all rows then.
 template <class Element, class Pointer>
 DEVICE Element* element_of(Pointer operand, const Strides& strides, int sequence, int64_t row, int head) {
   return static_cast<Element*>(operand) + sequence * strides.batch + row * strides.row + head * strides.head;

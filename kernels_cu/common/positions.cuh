@@ -1,8 +1,8 @@
-// Where rows and keys stand in a larger problem, of which a launch has a part (POSITIONS).
+// The positions of rows and keys in a larger problem, of which a launch has a part (POSITIONS).
 //
 //   row i of a sequence     position  rows.first + i * rows.step        key j     keys.first + j * keys.step
 //
-// Masks, ALiBi and dropout mean positions; memory means indices. Positions stay below 2^30, as lengths do.
+// Masks, ALiBi and dropout use positions; memory uses indices. Positions stay below 2^30, as lengths do.
 #pragma once
 
 #include "common/params.cuh"
@@ -10,9 +10,9 @@
 struct Steps {
   int first, step;
 
-  // In 32 bits that wrap around: past the end an index may have any position, and is hidden.
+  // Wraps around in 32 bits: an index past the end may have any position, and is hidden.
   __device__ __forceinline__ int at(int index) const { return int(uint32_t(first) + uint32_t(index) * uint32_t(step)); }
-  // How many of `count` stand at `position` or before it.
+  // How many of `count` are at `position` or before it.
   __device__ __forceinline__ int up_to(int position, int count) const {
     if (position < first) return 0;
     const int found = (position - first) / step + 1;

@@ -1,4 +1,4 @@
-// What the softmax of a row is made of, as outputs: its largest score, and the sum of exp(score - largest) over its keys.
+// The parts of a row's softmax as outputs: its largest score, and the sum of exp(score - largest) over its keys.
 //
 // The LSE is largest + log(sum). A learned sink counts as a key, as it does in the LSE. A row that sees no key has -inf
 // and 0. A row with a score of NaN or +inf has NaN in both, as in its LSE.
@@ -6,7 +6,7 @@
 
 #include "common/params.cuh"
 
-struct RowStats {  // null pointers are outputs that nothing asked for
+struct RowStats {  // null pointers: outputs that are not wanted
   float* score_max;
   float* score_sum_exp;
   Strides score_max_strides;
@@ -17,7 +17,7 @@ struct WithRowStats : Params {
   RowStats row_stats;
 };
 
-// Other variants pass no RowStats, so that their code is the same as if there were none.
+// Other variants pass no RowStats, so that their code does not change.
 template <bool STORED>
 struct ForwardParams {
   using Type = Params;
@@ -27,7 +27,7 @@ struct ForwardParams<true> {
   using Type = WithRowStats;
 };
 
-// row: of all rows where packed. AnyParams: LaunchParams, which has row_stats in these variants alone.
+// row: of all rows if packed. AnyParams: LaunchParams, which has row_stats only in these variants.
 template <class AnyParams>
 DEVICE void store_row_stats(const AnyParams& params, int sequence, int64_t row, int head, float largest, float sum) {
   if constexpr (ROW_STATS) {

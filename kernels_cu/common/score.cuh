@@ -50,7 +50,7 @@ template <class Real, class AnyParams>
 DEVICE Score<Real> make_unmodified_score(const AnyParams& params, int sequence, int head, int kv_head, int diagonal) {
   Score<Real> score{Real(params.softmax_scale), Real(params.softcap), Real(0), diagonal, nullptr, 0, {}};
   if constexpr (DESCALES) {
-    // In double: a tiny scale may come with large descales, and their product is what fits into Real.
+    // In double: the product of a tiny scale and large descales may fit into Real although they do not.
     double scale = params.softmax_scale;
     scale *= descale(params.q_descale, params.q_descale_strides, sequence, kv_head);
     scale *= descale(params.k_descale, params.k_descale_strides, sequence, kv_head);

@@ -1,4 +1,4 @@
-// What stands between the scaled product and the rest of the score: here nothing, and it costs nothing.
+// The modification between the scaled product and the rest of the score. Here there is none, and it costs nothing.
 //
 // For a score modification this file is replaced by one that gpu_actors/graph/cuda.py generates: the same names with
 // SCORE_MOD 1, the operands that it reads in ScoreParams, and in ScoreMod also the derivative that backward needs.
@@ -24,7 +24,7 @@ struct ScoreMod {  // bound to a sequence and a head
 
 DEVICE ScoreMod bind_score_mod(const ScoreParams&, int, int) { return {}; }
 
-// What a launch passes: the fixed parameters of a kernel.
+// The parameters of a launch: the fixed ones of a kernel.
 template <class Params>
 struct WithScoreMod : Params {
   __device__ __forceinline__ ScoreParams score_params() const { return {}; }

@@ -31,7 +31,7 @@ DEVICE float abs_of(float x) { return fabsf(x); }
 DEVICE double abs_of(double x) { return fabs(x); }
 DEVICE int abs_of(int x) { return x < 0 ? -x : x; }
 
-// As NumPy's: a NaN on either side is the result.
+// Like NumPy's: a NaN on either side is the result.
 template <class Real>
 DEVICE Real maximum_of(Real a, Real b) {
   return a >= b || a != a ? a : b;
@@ -64,8 +64,8 @@ DEVICE Real sign_of(Real x) {
 DEVICE float remainder_of(float a, float b) { return fmodf(a, b); }
 DEVICE double remainder_of(double a, double b) { return fmod(a, b); }
 
-// Quotients rounded down, and remainders with the sign of the divisor, as Python's. Of floats by an exact remainder: the
-// quotient itself may have more digits than a float, or none left under an infinite divisor.
+// Quotients rounded down, and remainders with the sign of the divisor, like Python's. Those of floats use an exact
+// remainder, because the quotient may have more digits than a float, or none left with an infinite divisor.
 DEVICE int floor_divide(int a, int b) { return a / b - (a % b != 0 && (a % b < 0) != (b < 0)); }
 DEVICE int modulo(int a, int b) { return a - floor_divide(a, b) * b; }
 template <class Real>

@@ -1,5 +1,5 @@
-// Elements of a row between global memory and registers, 16 bytes at a time: as many elements as 16 bytes of the narrower
-// of two types hold. A caller that has fewer, or none that is aligned, takes them one at a time.
+// Elements of a row between global memory and registers, 16 bytes at a time: as many elements as 16 bytes of the
+// narrower of two types hold. With fewer or unaligned elements the caller takes one at a time.
 #pragma once
 
 #include "ptx/memory.cuh"
@@ -38,7 +38,7 @@ DEVICE uint32_t packed(Element x, int i) {
   else return uint32_t(x.bits) << (i % 4 * 8);
 }
 
-// N elements: 16 bytes at a time where that many bytes are whole vectors, which must be aligned, else one by one.
+// Loads N elements: 16 bytes at a time if N elements are whole vectors, which must be aligned, else one by one.
 template <class Element, int N>
 DEVICE void load_elements(float (&x)[N], const Element* from) {
   constexpr int PER_VECTOR = 16 / sizeof(Element);

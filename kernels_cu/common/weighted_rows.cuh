@@ -11,7 +11,7 @@ struct WeightedRows {  // the state of a half-warp's rows in one of its lanes
   Real l[ROWS];           // running sum of exp(score - m) over this lane's keys
   Real o[ROWS][COLUMNS];  // running sum of exp(score - m) * v for this lane's columns
 
-  // The scores that follow are relative to the new maximum: what was summed before is scaled down to it.
+  // Scales what was summed before to the new maximum, to which the following scores are relative.
   __device__ __forceinline__ Real raise_maximum(int r, Real maximum) {
     maximum = max_of(m[r], max_over_lanes(maximum));
     const Real base = maximum == -INFINITY ? Real(0) : maximum;
