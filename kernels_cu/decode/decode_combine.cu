@@ -1,5 +1,5 @@
-// Merges the partial results of the items that decode_mma cut into pieces: softmax over their sums, in the order of the
-// pieces, so that the bits do not depend on which block finished first.
+// Merges the partial results of items that are cut into pieces: softmax over their sums, in the order of the pieces, so
+// that the bits do not depend on which block finished first.
 //
 //   blockIdx.x   without pinned splits: the boundary between two ranges, blockIdx.x and the next. The first boundary
 //                inside an item merges it; the pieces are the end of one range, whole ranges, the beginning of one:

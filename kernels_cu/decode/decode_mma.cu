@@ -1,11 +1,11 @@
 // Attention of new rows to cached keys on tensor cores with mma.sync, for every architecture from sm_80 on: decoding,
 // speculative decoding, chunked prefill.
 //
-// A new row alone is one row of a matrix product, and memory sets the time. So the query heads that share a KV head are
-// packed with the new rows into tiles of 16 rows, keys and values are read once for all of them, and the keys of a
-// sequence are split over blocks: each block takes one of the equal ranges of decode/plan.cuh (stream-K: Osama et al.,
-// arXiv 2301.03598; split keys: Dao et al., "Flash-Decoding", 2023). Within a block a ring of STAGES stages is filled
-// by cp.async while an earlier stage is multiplied; its warps share rows and keys:
+// A single new row is one row of a matrix product, and memory sets the time. So the query heads that share a KV head
+// are packed with the new rows into tiles of BLOCK_M rows, keys and values are read once for all of them, and the keys
+// of a sequence are split over blocks: each block takes one of the equal ranges of decode/plan.cuh (stream-K: Osama et
+// al., arXiv 2301.03598; split keys: Dao et al., "Flash-Decoding", 2023). Within a block a ring of STAGES stages is
+// filled by cp.async while an earlier stage is multiplied; its warps share rows and keys:
 //
 //      BLOCK_M = 16, WARPS = 4                          BLOCK_M = 64, WARPS = 4
 //                 keys 0-15  16-31  32-47  48-63                    keys 0 .. 63
@@ -44,7 +44,7 @@ static_assert(WARP_KEYS % 16 == 0, "a warp multiplies 16 keys at a time");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "head dims must be multiples of 8");
 static_assert(!NARROW || (HEAD_DIM % 16 == 0 && HEAD_DIM_V % 16 == 0), "rows of 8-bit floats are chunks of 16");
 static_assert(STAGES >= 2, "one stage is multiplied while another is filled");
-// The merge uses the ring's place again, and Q's, too, where rows are so wide that they would not fit beside it.
+// The merge reuses the ring's place, and also Q's if rows are so wide that they would not fit beside it.
 constexpr bool OVER_Q = VALUE_WARPS > 1;
 constexpr int MERGE_BYTES = MergeArea::BYTES + (OVER_Q ? 0 : QTile::BYTES);
 constexpr int LAYOUT_BYTES = QTile::BYTES + RING_BYTES > MERGE_BYTES ? QTile::BYTES + RING_BYTES : MERGE_BYTES;
@@ -65,9 +65,9 @@ struct Ring {
   uint32_t base;
   Lookup<KTile, THREADS> k_next;  // of the next tile to be filled
   Lookup<VTile, THREADS> v_next;
-  int nonfinite;  // whether any have been taken out
+  int nonfinite;  // whether any have been set to 0
 
-  // Rows of V are copied by the threads that copy those of K where both tiles are laid out alike.
+  // The threads that copy rows of K also copy those of V, if both tiles are laid out alike.
   static constexpr bool ALIKE = LATENT || KTile::FACTOR == VTile::FACTOR;
 
   __device__ __forceinline__ KTile k_tile(int n) const {
@@ -102,7 +102,7 @@ struct Ring {
     look_up(n + 1);
   }
 
-  // Waits for tile n and refills the stage that tile n - 1 was in. In a tile with a mask, nonfinite values are taken out.
+  // Waits for tile n and refills the stage of tile n - 1. In a tile with a mask, nonfinite values are set to 0.
   __device__ __forceinline__ void advance(int n, bool masked) {
     ptx::cp_async_wait<STAGES - 2>();
     if (masked && !LATENT) {
@@ -175,14 +175,14 @@ DEVICE void attend_tile(Output& o, SoftmaxRow (&softmax)[2], const Rows& rows, c
   multiply_keys(s, q, lane_of_b(k_tile, rows.first_key));
   if constexpr (!SCALE_ONLY) {
     for_each_score(s, key_begin, [&](float& x, int half, int key) {
-      if (BIAS && masked && !rows.visible(half, key)) return;  // which the bias may have no element for
+      if (BIAS && masked && !rows.visible(half, key)) return;  // the bias may have no element for it
       x = rows.score[half](x, rows.row[half], key);
     });
   }
   if (masked) {
     for_each_score(s, key_begin, [&](float& x, int half, int key) { x = rows.visible(half, key) ? x : -INFINITY; });
   }
-  // Where values are keys, nonfinite ones leave once all scores know of them.
+  // If values are keys, nonfinite ones are set to 0 only once all scores are computed.
   if (LATENT && masked) {
     __syncthreads();
     ring.nonfinite |= __syncthreads_or(clear_nonfinite<KV_ELEMENT, THREADS>(k_tile));
@@ -198,8 +198,8 @@ DEVICE void attend_tile(Output& o, SoftmaxRow (&softmax)[2], const Rows& rows, c
   multiply_values(o, s, values);
 }
 
-// Gives the nonfinite values of a tile, which its product left out, to the rows that see them: a lane adds to those sums
-// in the area that it has left there itself. first_row, key_warp: as in leave.
+// Adds the nonfinite values of a tile, which the product left out, to the rows that see them. A lane adds to the sums
+// that it has left in the area itself. first_row, key_warp: as in leave.
 DEVICE void add_nonfinite(const MergeArea& area, const Rows& rows, const Ring& ring, int tile_begin, int first_row,
                         int key_warp, int first_column) {
 #pragma unroll 1
@@ -224,7 +224,7 @@ DEVICE void add_nonfinite(const MergeArea& area, const Rows& rows, const Ring& r
   }
 }
 
-// The piece's keys against the entry's rows. slot: as in write_rows.
+// Multiplies the piece's keys with the entry's rows. slot: as in write_rows.
 DEVICE void attend(const DecodeParams& params, const Entry& entry, int kv_head, const Piece& piece, int slot,
                    uint32_t shared) {
   const QTile q_tile{shared};
@@ -245,7 +245,7 @@ DEVICE void attend(const DecodeParams& params, const Entry& entry, int kv_head, 
   const LaneAddress q_lane = lane_of_a(q_tile, first_row);
 
   const auto masked = [&](int n) { return !all_visible(entry, ring.tiles.at(n) * BLOCK_N); };
-  // One loop for tiles with a mask and without: a second copy of its body would double what a variant takes to compile.
+  // One loop for tiles with a mask and without: a second copy of its body would double a variant's compile time.
   for (int n = piece.first; n < piece.last; n++) {
     const bool mask = masked(n);
     ring.advance(n, mask);

@@ -13,7 +13,7 @@ LITTLE_ARITHMETIC
 
 constexpr int THREADS = 32 * WARPS;
 
-// Moves a position on to where the next piece begins.
+// Moves a position to where the next piece begins.
 DEVICE Position at_a_piece(const DecodeParams& params, const Position& at, int count) {
   const int pieces = pieces_of(params, count), piece = piece_from(at.tile, pieces, count);
   if (at.tile > 0 && piece == pieces) return next_item(params, at);

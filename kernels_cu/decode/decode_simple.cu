@@ -54,7 +54,7 @@ DEVICE PackedRow packed_row(const DecodeParams& params, const Entry& entry, int 
   return row;
 }
 
-// WIDTH columns of one row into shared memory by a warp; zeros where there is no row.
+// Loads WIDTH columns of one row into shared memory, by a warp. Zeros if there is no row.
 template <int WIDTH, class Element>
 DEVICE void load_row(Real* to, const Element* from) {
   for (int column = threadIdx.x % 32; column < WIDTH; column += 32) {
@@ -75,7 +75,7 @@ DEVICE void load_queries(Real* tile, const DecodeParams& params, const Entry& en
   }
 }
 
-// The rows of a tile of keys, of K or of V; zeros in the place of those that no row sees, which are not read.
+// Loads the rows of a tile of K or V. Rows that no query row sees are zeros and are not read.
 template <int WIDTH>
 DEVICE void load_cached(Real* tile, const CacheSource& source, const CacheRows& rows, const SeenKeys& keys, int first) {
   for (int row = threadIdx.x / 32; row < BLOCK_N; row += WARPS) {
@@ -84,7 +84,7 @@ DEVICE void load_cached(Real* tile, const CacheSource& source, const CacheRows& 
   }
 }
 
-// Tiles [begin, end) of those that the entry's rows see. whole: whether these are all.
+// Multiplies tiles [begin, end) of those that the entry's rows see. whole: whether these are all.
 DEVICE void attend(const DecodeParams& params, const Entry& entry, int kv_head, int begin, int end, bool whole,
                    Real* q_tile) {
   const int lane = threadIdx.x % LANES, first_row = threadIdx.x / LANES * ROWS;
@@ -92,7 +92,7 @@ DEVICE void attend(const DecodeParams& params, const Entry& entry, int kv_head, 
   Real* const p_rows = kv_tile + BLOCK_N * PITCH + first_row * BLOCK_N;
   const CacheSource source = cache_source(params, entry.sequence, kv_head);
   const SeenKeys keys = seen_keys(entry.mask, entry.row_begin, entry.row_end);
-  // Of the warp, whose halves take part in each other's shuffles.
+  // For the whole warp, because its halves take part in each other's shuffles.
   const bool has_rows = entry.packed_begin + int(threadIdx.x) / 32 * (2 * ROWS) < entry.packed_end;
   PackedRow packed[ROWS];
   WeightedRows rows;

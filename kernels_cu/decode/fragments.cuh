@@ -1,5 +1,5 @@
-// Operands of mma.m16n8k16 out of tiles of cached keys and values: as they are where the cache has q's type, widened on
-// the way where it holds 8-bit floats.
+// Operands of mma.m16n8k16 from tiles of cached keys and values: unchanged if the cache has q's type, widened on the
+// way if it holds 8-bit floats.
 //
 // ldmatrix moves 16-bit units, of 8-bit floats two at a time. What a lane gets of one chunk of 16 elements:
 //
@@ -15,7 +15,7 @@
 #include "decode/widen.cuh"
 #include "mma/products.cuh"
 
-// Sixteen elements of a row of Q in the order in which K's fragments come.
+// Puts sixteen elements of a row of Q in the order of K's fragments.
 DEVICE void shuffled(uint32_t (&low)[4], uint32_t (&high)[4]) {
   const uint32_t pairs[8] = {low[0], low[1], low[2], low[3], high[0], high[1], high[2], high[3]};
 #pragma unroll
@@ -25,7 +25,7 @@ DEVICE void shuffled(uint32_t (&low)[4], uint32_t (&high)[4]) {
   }
 }
 
-// The same of a row of 8-bit floats, the sixteen bytes of `low`: widening takes their even and their odd elements apart.
+// The same for a row of 8-bit floats, the sixteen bytes of `low`: widening separates even and odd elements.
 DEVICE void widen_query(uint32_t (&low)[4], uint32_t (&high)[4]) {
   uint32_t wide[4][2];
   widen(wide, low);

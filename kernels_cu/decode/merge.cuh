@@ -115,7 +115,7 @@ DEVICE void gather_values(float (&values)[8], const MergeArea& area, const RowSu
   }
 }
 
-// Writes the block's rows: to the output where slot < 0, else to that slot of the partial results.
+// Writes the block's rows: to the output if slot < 0, else to that slot of the partial results.
 DEVICE void write_rows(const DecodeParams& params, const Entry& entry, int kv_head, int slot, const MergeArea& area) {
   constexpr int GROUPS = HEAD_DIM_V / 8;
   const Params& attention = params.attention;

@@ -6,13 +6,13 @@
 #include "ptx/memory.cuh"
 #include "ptx/pack.cuh"
 
-// acc + weight * value. What is no number or infinite counts whole, however small its weight.
+// acc + weight * value. A NaN or an infinity is added unweighted, however small its weight.
 template <class Real>
 DEVICE Real add_weighted(Real acc, Real weight, Real value) {
   return value - value == 0 ? acc + weight * value : acc + value;
 }
 
-// Of the rows of every head.
+// For the rows of every head.
 DEVICE Exponents exponents_of(const Params& attention) {
   return exponents_of(SCALE_ONLY ? static_cast<float>(attention.softmax_scale) : 1.0f);
 }
@@ -37,7 +37,7 @@ DEVICE OutputRow output_row(const DecodeParams& params, const Entry& entry, int 
 DEVICE uint32_t pack_outputs(half_t, float low, float high) { return ptx::pack_half(low, high); }
 DEVICE uint32_t pack_outputs(bfloat16_t, float low, float high) { return ptx::pack_bfloat16(low, high); }
 
-// Stores COUNT neighbours, wide where their place allows it.
+// Stores COUNT neighbours, in wide stores if they are aligned.
 template <class Half, int COUNT>
 DEVICE void store_neighbours(Half* out, const float (&values)[COUNT]) {
   uint32_t words[COUNT / 2];
@@ -75,8 +75,8 @@ DEVICE void store_nan(Half& out) {
 DEVICE void store_nan(float& out) { out = ptx::as_float(0x7fffffffu); }
 DEVICE void store_nan(double& out) { out = ptx::as_float(0x7fffffffu); }
 
-// Rows whose lengths contradict what the launch was prepared for are answered with NaN. packed_end: where the rows to
-// be written end. WRITERS: threads that call it, the block's first.
+// Writes NaN to rows whose lengths contradict what the launch was prepared for. packed_end: where the rows to be
+// written end. WRITERS: the number of threads that call it, the block's first.
 template <int WRITERS>
 DEVICE void write_broken(const DecodeParams& params, const Entry& entry, int kv_head, int64_t packed_end) {
   const int64_t all = (packed_end - entry.packed_begin) * HEAD_DIM_V;

@@ -1,9 +1,9 @@
-// What the decode kernels take beyond the macros and the Params of common/params.cuh: where cached keys and values
-// lie, how long each sequence is, and how the work is split.
+// The parameters of the decode kernels beyond the macros and the Params of common/params.cuh: where cached keys and
+// values lie, how long each sequence is, and how the work is split.
 //
-// In `attention`, k and v are the pools or caches themselves: their `batch` stride is that of a page where PAGED, of a
-// sequence otherwise, and `row` and `head` are within it. Where POINTERS, k and v are null. Rows begin at multiples of
-// CACHE_ALIGNMENT bytes, and no stride of theirs is negative.
+// In `attention`, k and v are the pools or caches themselves: their `batch` stride is that of a page if PAGED, of a
+// sequence otherwise, and `row` and `head` are within it. If POINTERS, k and v are null. Rows begin at multiples of
+// CACHE_ALIGNMENT bytes, and none of their strides is negative.
 //
 // gpu_actors/kernels/decode_mma.py reads the struct from this text: one field a line, of a type that it knows.
 #pragma once
@@ -35,11 +35,11 @@ struct DecodeParams {
   int32_t capacity;  // keys that a sequence can have
   int32_t row_tiles;  // of the longest sequence
   int32_t ranges;  // that the work is split into, one a block
-  int32_t splits;  // pieces of every item, or 0 where pieces end with the ranges
+  int32_t splits;  // pieces of every item, or 0 if pieces end with the ranges
   int32_t min_units;  // of a range
   int32_t item_units;  // that beginning an item is counted as
-  int32_t cache_sequences;  // of the cache, where BATCH_IDX
+  int32_t cache_sequences;  // of the cache, if BATCH_IDX
   const int32_t* cache_batch_idx;  // BATCH_IDX
-  const int32_t* cache_leftpad;  // LEFTPAD: seq_lens count what lies before the keys, too
+  const int32_t* cache_leftpad;  // LEFTPAD: seq_lens also count what lies before the keys
   const CacheLayout* cache_layouts;  // OWN_LAYOUTS: of each sequence
 };

@@ -8,23 +8,23 @@ struct Piece {
   int first, last;
 };
 
-// Where the rest of an item from `at` on is cut for the first time: at the next piece, or where the range ends.
+// Where the piece that begins at `at` ends: where the next piece begins, or where the range or the item ends.
 DEVICE int piece_end(const DecodeParams& params, const Position& at, const Position& end, int count) {
   if (params.splits == 0) return at.same_item(end) ? end.tile : count;
   const int pieces = pieces_of(params, count);
   return count == 0 ? 0 : piece_begin(piece_from(at.tile, pieces, count) + 1, pieces, count);
 }
 
-// The slot of a piece that is not all of its item.
+// The slot of a piece that is only a part of its item.
 DEVICE int slot_of(const DecodeParams& params, const Position& at, int count) {
   if (params.splits == 0) return 2 * int(blockIdx.x) + (at.tile == 0);
   const int item = at.entry * params.attention.heads_kv + at.head;
   return item * params.splits + piece_from(at.tile, pieces_of(params, count), count);
 }
 
-// The pieces of this block's range, in order: attend(entry, kv_head, piece, slot), with slot -1 where the piece is all of its
-// item, or answer_broken(entry, kv_head, packed_end) where the sequence's lengths contradict what the launch was prepared
-// for. packed_end: where the rows to be written end.
+// Visits the pieces of this block's range in order: attend(entry, kv_head, piece, slot), with slot -1 if the piece is
+// all of its item, or answer_broken(entry, kv_head, packed_end) if the sequence's lengths contradict what the launch
+// was prepared for. packed_end: where the rows to be written end.
 template <class Attend, class AnswerBroken>
 DEVICE void for_each_piece(const DecodeParams& params, Attend attend, AnswerBroken answer_broken) {
   Position at = position(params, blockIdx.x);

@@ -22,7 +22,7 @@ DEVICE int heads_a_group(const DecodeParams& params) {
   return params.attention.heads_q / params.attention.heads_kv;
 }
 
-// One sequence's lengths. `broken`: they contradict what the launch was prepared for, so nothing may be read.
+// One sequence's lengths. `broken`: they contradict what the launch was prepared for, so nothing is read.
 struct Sequence {
   int64_t q_start;
   int rows, keys;

@@ -17,7 +17,7 @@ DEVICE PartialSum<Real>* partial_sums(const DecodeParams& params) {
   return reinterpret_cast<PartialSum<Real>*>(params.partial_sums);
 }
 
-// What a row's sum of weighted values is multiplied with and divided by.
+// What a row's sum of weighted values is multiplied and divided by.
 template <class Real>
 struct Finished {
   Real factor, l, lse;
@@ -25,7 +25,7 @@ struct Finished {
   __device__ __forceinline__ Real of(Real sum) const { return l == 0 ? Real(0) : sum * factor / l; }
 };
 
-// What comes of a sum l of weights relative to exp(m): the learned sink, a key without a value, is taken in.
+// The results of a sum l of weights relative to exp(m). The learned sink, a key without a value, is included.
 template <class Real>
 DEVICE Finished<Real> finish_row(const DecodeParams& params, int head, Real m, Real l) {
   Real factor = 1;

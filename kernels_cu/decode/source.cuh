@@ -13,12 +13,12 @@
 #include "decode/plan.cuh"
 #include "mma/tile.cuh"
 
-// Where rows of K or of V lie. Strides are in chunks of CACHE_ALIGNMENT bytes: then 32 bits hold them, and a product is
-// one instruction.
+// Where rows of K or of V lie. Strides are in chunks of CACHE_ALIGNMENT bytes, so that 32 bits hold them and a product
+// is one instruction.
 struct CacheRows {
   static constexpr int CHUNK = CACHE_ALIGNMENT / sizeof(KV_ELEMENT);
 
-  const KV_ELEMENT* base;  // of the KV head: in page 0 where PAGED
+  const KV_ELEMENT* base;  // of the KV head: in page 0 if PAGED
   uint32_t page_stride, row_stride;
 
   __device__ __forceinline__ const KV_ELEMENT* at(int page, int row) const {
@@ -77,7 +77,7 @@ struct Lookup {
     }
   }
 
-  // Starts copying the rows, and zeros in the place of those that are not read and past the last column.
+  // Starts copying the rows. Rows that are not read, and columns past the last one, are filled with zeros.
   __device__ __forceinline__ void copy(const Tile& tile, const CacheRows& rows) const {
     const LaneAddress to = tile.lane(Mine::row(), Mine::chunk());
 #pragma unroll
@@ -101,7 +101,7 @@ struct CacheSource {
   const int32_t* table;
   Pages pages;
 
-  // The row of K or of V that a key has.
+  // The row of K or of V of a key.
   __device__ __forceinline__ const KV_ELEMENT* row(const CacheRows& rows, int key) const {
     if (!PAGED) return rows.at(0, pages.stored(key));
     const PagePlace place = pages.place(key);

@@ -12,9 +12,9 @@ constexpr bool WIDE_IS_HALF = false;
 template <>
 constexpr bool WIDE_IS_HALF<half_t> = true;
 
-// How an 8-bit float in the upper byte of a half is widened: shifted right it is the wide format's bits, but for the
-// bias of the exponent, which FACTOR makes up for. What is no number needs an exponent of all ones besides: REST added
-// to an 8-bit magnitude carries into the sign's place for these, and from there SPREAD shifts it.
+// How an 8-bit float in the upper byte of a half is widened: shifted right it has the wide format's bits, except the
+// bias of the exponent, which FACTOR makes up for. NaN and infinity also need an exponent of all ones: REST added to
+// their 8-bit magnitude carries into the sign's place, and from there SPREAD shifts it.
 template <int SHIFT_, uint32_t FACTOR_, uint32_t REST_, int SPREAD_>
 struct Widening {
   static constexpr int SHIFT = SHIFT_, SPREAD = SPREAD_;
@@ -36,7 +36,7 @@ template <class One>
 constexpr bool SAME<One, One> = true;
 static_assert(SAME<Q_ELEMENT, Choice<NARROW_Q, KV_ELEMENT, ELEMENT>>, "8-bit queries have the type of keys");
 
-// The even or the odd bytes of a word, widened; what is no number comes out as one.
+// Widens the even or the odd bytes of a word. NaN and infinity come out as numbers.
 template <int ODD>
 DEVICE uint32_t widen_numbers(uint32_t word) {
   constexpr uint32_t MAGNITUDES = (0x7f00u >> Widen::SHIFT) * 0x10001u;
@@ -47,7 +47,7 @@ DEVICE uint32_t widen_numbers(uint32_t word) {
   else return ptx::multiply_bfloat16s(bits, Widen::FACTOR);
 }
 
-// The exponents that the even or the odd bytes lack which are no number.
+// The exponent bits that NaN and infinity among the even or the odd bytes still lack.
 template <int ODD>
 DEVICE uint32_t nonfinite_exponents(uint32_t word) {
   const uint32_t carried = (word & 0x7f7f7f7fu) + Widen::REST;

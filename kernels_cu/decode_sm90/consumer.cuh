@@ -1,4 +1,4 @@
-// What a consumer of decode_sm90 calls: a warpgroup that multiplies 64 packed rows with the tiles of keys they see.
+// A consumer of decode_sm90: a warpgroup that multiplies 64 packed rows with the tiles of keys that they see.
 #pragma once
 
 #include "decode_sm90/nonfinite.cuh"
@@ -64,7 +64,7 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  // Values that must not reach the product leave the tile, before any consumer multiplies it.
+  // Clears nonfinite values from the tile before any consumer multiplies it.
   __device__ __forceinline__ void clear_tile(const SeenKeys& keys, int first_key) const {
     if (clear_values(shared.v(ring.stage), keys, first_key)) ptx::store_shared(shared.found(), 1);
     ptx::fence_proxy_async();

@@ -21,7 +21,7 @@
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int LOADER = WARPS / 4 - 1;  // the last warpgroup
-// Where there are more than two warpgroups; fewer have what they need.
+// Registers are moved only with more than two warpgroups; fewer have what they need.
 constexpr bool FULL_HOUSE = NARROW && CONSUMERS == 2;
 constexpr int PRODUCER_REGISTERS = FULL_HOUSE ? 40 : 56, WIDENER_REGISTERS = 64, CONSUMER_REGISTERS = FULL_HOUSE ? 200 : 224;
 static_assert((PRODUCER_REGISTERS + NARROW * WIDENER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) * WARPGROUP <= 65536,
@@ -42,7 +42,7 @@ DEVICE void start_barriers(const Shared& shared) {
   ptx::fence_mbarrier_init();
 }
 
-// The piece's keys against the entry's rows. slot: as in store_rows.
+// Multiplies the piece's keys with the entry's rows. slot: as in store_rows.
 __device__ __forceinline__ void Consumer::attend(const Entry& entry, int kv_head, const Piece& piece, int slot) {
   const Rows rows = rows_of(all.params, entry, kv_head, first_row());
   const SeenKeys keys = seen_keys(entry.mask, entry.row_begin, entry.row_end);

@@ -1,9 +1,9 @@
-// Sizes of decode_sm90, and where everything lies in its shared memory.
+// Sizes of decode_sm90, and the layout of its shared memory.
 //
 //     stage 0: K | V     stage 1: K | V     ..     full, empty: mbarriers of each stage     a word: nonfinite values found
 //
-// K and V lie in the boxes of forward_sm90/boxes.cuh. Q, the scores and the output are in registers. Of 8-bit caches STAGES stages
-// hold K and V as they arrive, and DEPTH others hold them widened, with barriers of their own.
+// K and V lie in the boxes of forward_sm90/boxes.cuh. Q, the scores and the output are in registers. For 8-bit caches
+// STAGES stages hold K and V as they arrive, and DEPTH others, with their own barriers, hold them widened.
 #pragma once
 
 #include "decode/widen.cuh"

@@ -1,5 +1,5 @@
-// Infinities and NaN among the values of tiles that not all rows see whole: mma/nonfinite.cuh says what is done about them.
-// TMA brings whole parts of pages, so they may be of keys that no row sees at all.
+// Infinities and NaN among the values of tiles that not all rows see whole; mma/nonfinite.cuh has their treatment. TMA
+// brings whole parts of pages, so they may also be of keys that no row sees.
 #pragma once
 
 #include "decode/source.cuh"
@@ -28,7 +28,7 @@ DEVICE bool clear_values(uint32_t tile, const SeenKeys& keys, int first_key) {
   return found;
 }
 
-// Gives the nonfinite values of a tile, which its product left out, to the rows that see them.
+// Adds the nonfinite values of a tile, which the product left out, to the rows that see them.
 DEVICE void add_nonfinite(Output& o, const CacheSource& source, const SeenKeys& keys, const Rows& rows, int first_key) {
 #pragma unroll 1
   for (int key = first_key; key < first_key + BLOCK_N; key++) {
@@ -39,7 +39,7 @@ DEVICE void add_nonfinite(Output& o, const CacheSource& source, const SeenKeys& 
     for (int i = 0; i < DIM_V / 4; i++) {
       if (i / 2 * 8 >= HEAD_DIM_V) break;
       float value[1] = {to_real(values[column_at(i)])};
-      ptx::pin_registers(value);  // one after the other: registers are short, and this is rare
+      ptx::pin_registers(value);  // one after another: registers are few, and this is rare
       if (value[0] - value[0] == 0.0f) continue;
 #pragma unroll
       for (int half = 0; half < 2; half++) {

@@ -1,4 +1,4 @@
-// What a launch of decode_sm90 passes: tensor maps of the cache, and the parameters of every decode kernel.
+// The parameters of a launch of decode_sm90: tensor maps of the cache, and those of every decode kernel.
 //
 // gpu_actors/kernels/decode_sm90.py packs it.
 #pragma once

@@ -7,7 +7,7 @@
 //      part    0..15   16..31  32..47  48..63  0..15 ..
 //              |--------- tile n ------------| |-- tile n + 1 ..
 //
-// All lanes wait, one acts, and between the two stands a __syncwarp(): forward_sm90/producer.cuh says why.
+// All lanes wait, then one acts, with a __syncwarp() between: forward_sm90/producer.cuh says why.
 #pragma once
 
 #include "decode/pieces.cuh"
@@ -31,7 +31,7 @@ struct Producer {
     return PAGED ? at_most(BLOCK_N, size & -size) : BLOCK_N;
   }
 
-  // Of keys [key, key + part), of which no row sees any if the batch is negative.
+  // The place of keys [key, key + part). The batch is negative if no row sees any of them.
   __device__ __forceinline__ Place find(const CacheSource& source, const SeenKeys& keys, int sequence, int key,
                                         int part) const {
     const bool ranged = key < keys.end && key + part > keys.begin;

@@ -1,5 +1,5 @@
-// Scores of a tile as wgmma leaves them, and what becomes of them. s[4j + i] is of row i / 2 of the lane's two, and of key
-// 8j + 2 (lane % 4) + i % 2 of the tile: ptx/wgmma.cuh.
+// Scores of a tile as wgmma leaves them, and their softmax. s[4j + i] is of row i / 2 of the lane's two, and of key 8j
+// + 2 (lane % 4) + i % 2 of the tile: ptx/wgmma.cuh.
 #pragma once
 
 #include "decode/rows.cuh"
@@ -10,7 +10,7 @@ using Scores = float[BLOCK_N / 2];
 using Weights = uint32_t[BLOCK_N / STEP][4];
 using Output = float[DIM_V / 2];
 
-// What stands between product and score besides the scale. first_key: of the tile.
+// Turns products into scores, unless only the scale lies between them. first_key: of the tile.
 DEVICE void score(Scores& s, const Rows& rows, int first_key) {
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 2 && !SCALE_ONLY; i++) {
@@ -19,7 +19,7 @@ DEVICE void score(Scores& s, const Rows& rows, int first_key) {
   }
 }
 
-// Puts -inf in the place of scores whose key the row does not see.
+// Sets scores whose key the row does not see to -inf.
 DEVICE void apply_mask(Scores& s, const Rows& rows, int first_key) {
   const int origin = first_key + lane_column();
 #pragma unroll
@@ -35,7 +35,7 @@ DEVICE void apply_mask(Scores& s, const Rows& rows, int first_key) {
   }
 }
 
-// Online softmax: scores to weights. What was summed before is to be multiplied by `correction`.
+// Online softmax: scores to weights. Earlier sums must be multiplied by `correction`.
 DEVICE void softmax_tile(Scores& s, SoftmaxRow (&softmax)[2], float (&correction)[2],
                          const Exponents& exponents) {
 #pragma unroll

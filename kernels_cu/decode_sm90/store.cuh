@@ -1,4 +1,4 @@
-// The end of a piece: what a lane has summed of its two rows goes to the output or to a slot of the partial results.
+// The end of a piece: a lane's sums of its two rows go to the output or to a slot of the partial results.
 #pragma once
 
 #include "decode/pieces.cuh"

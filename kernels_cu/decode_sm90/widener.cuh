@@ -2,8 +2,8 @@
 //
 //     8 bits, STAGES stages --ld.shared--> registers, widened exactly --st.shared--> 16 bits, DEPTH stages --wgmma-->
 //
-// A lane takes 16 elements of a row. Lanes of eight neighbours have two rows whose numbers differ by an XOR of 5: neither
-// their loads of 16 bytes nor their stores meet in a bank.
+// A lane takes 16 elements of a row. Eight neighbouring lanes have two rows whose numbers differ by an XOR of 5, so
+// that neither their loads of 16 bytes nor their stores meet in a bank.
 #pragma once
 
 #include "decode/pieces.cuh"
