@@ -16,7 +16,7 @@
 //        ^ cp.async    --all---> V(n), transposed (B)          the same V(n)
 //        | of tile n + STAGES - 1  = O 16 x HEAD_DIM_V         its own O
 //
-// One barrier a tile: behind it tile n has landed for all, and all have left the stage that is refilled next.
+// One barrier a tile: after it tile n has landed for all, and all have left the stage that is refilled next.
 // Fragments are drawn in mma/fragments.cuh, quads and their rows in mma/softmax.cuh, places in shared memory in
 // mma/tile.cuh. Tiles that all rows see whole run in a loop without a mask. Sums run in an order that depends on the
 // block's own sequence alone, so a result has the same bits whatever the batch around it.
@@ -28,7 +28,7 @@
 #include "common/key_tiles.cuh"
 
 constexpr int THREADS = WARPS * 32;
-constexpr int ROW_BLOCKS = BLOCK_M / (16 * WARPS);  // of 16 rows, a warp
+constexpr int ROW_BLOCKS = BLOCK_M / (16 * WARPS);  // groups of 16 rows, a warp
 constexpr int KEY_BLOCKS = BLOCK_N / 8;
 constexpr int COLUMN_BLOCKS = HEAD_DIM_V / 8;
 using QTile = Tile<BLOCK_M, HEAD_DIM, ELEMENT>;
@@ -61,7 +61,7 @@ struct Ring {
   }
   __device__ __forceinline__ VTile v_tile(int n) const { return {k_tile(n).base + KTile::BYTES}; }
 
-  // Whether a tile has keys that a row may see: those of a listed block may all lie behind the sequence or the diagonal.
+  // Whether a tile has keys that a row may see: those of a listed block may all lie past the sequence or the diagonal.
   __device__ __forceinline__ bool works(int n) const { return !BLOCK_MASK || tiles.at(n) * BLOCK_N < keys.end; }
 
   // Starts filling the tile's stage. Past the last tile the group is empty, which keeps the count of groups in step.
@@ -75,8 +75,8 @@ struct Ring {
     ptx::cp_async_commit();
   }
 
-  // Waits for tile n and refills the stage that tile n - 1 was in. In a tile with a mask, nonfinite values are taken out;
-  // true where there was one.
+  // Waits for tile n and refills the stage that tile n - 1 was in. In a tile with a mask, nonfinite values are set to
+  // 0; true if there was one.
   template <bool MASKED>
   __device__ __forceinline__ bool advance(int n, const QTile& q) const {
     ptx::cp_async_wait<STAGES - 2>();
@@ -133,13 +133,13 @@ DEVICE void attend_tile(Output& o, Softmax& softmax, const Rows& rows, const Lan
   multiply_weights<Products, VTile>(o, s, Products::lane_of_values(ring.v_tile(n)));
 }
 
-// Gives the nonfinite values of a tile, which its product left out, to the rows that see them.
+// Adds the nonfinite values of a tile, which the product left out, to the rows that see them.
 DEVICE void add_nonfinite(Output& o, const Rows& rows, const Ring& ring, int key_begin) {
   constexpr float HIDDEN = -1.0f;
 #pragma unroll 1
   for (int key = key_begin; key < key_begin + BLOCK_N; key++) {
     if (!ring.keys.has(key)) continue;
-    float weight[ROW_BLOCKS][2];  // as far as it matters: of a seen key none or a positive one
+    float weight[ROW_BLOCKS][2];  // of a seen key it only matters as zero or positive
 #pragma unroll
     for (int b = 0; b < ROW_BLOCKS; b++) {
 #pragma unroll
@@ -193,7 +193,7 @@ DEVICE void store(const LaunchParams& params, const BlockTile& at, const Rows& r
   }
 }
 
-// The rows from at.row_begin on, at most BLOCK_M of them, against all keys that they see.
+// Multiplies the rows from at.row_begin on, at most BLOCK_M of them, with all keys that they see.
 DEVICE void attend(const LaunchParams& params, const BlockTile& at, uint32_t shared) {
   const int row_end = at_most(at.seqlen_q, at.row_begin + BLOCK_M), first_row = int(threadIdx.x) / 32 * 16 * ROW_BLOCKS;
   const Strides &q_strides = params.q_strides, &k_strides = params.k_strides, &v_strides = params.v_strides;
@@ -248,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_mma(const __gri
   DYNAMIC_SHARED(shared);
   const int row_tiles = (params.seqlen_q + BLOCK_M - 1) / BLOCK_M;
   BlockTile at = locate(params, row_tiles);
-  // More than once only if a sequence is longer than the caller said, which lengths on the device cannot be checked for
+  // More than once only if a sequence is longer than the caller said, because lengths on the device cannot be checked
   // before.
   while (at.row_begin < at.seqlen_q) {
     attend(params, at, ptx::shared_address(shared));

@@ -1,4 +1,4 @@
-// Attention forward on CUDA cores: the plain kernel, right for every option, that the fast ones are measured against.
+// Attention forward on CUDA cores: the plain kernel for every option, with which the fast ones are compared.
 //
 // FlashAttention's online softmax (Dao, arXiv 2307.08691, algorithm 1) with all products in float (double for double
 // inputs). A block owns BLOCK_M query rows of one head of one sequence and walks over the key tiles that they see.
@@ -23,7 +23,7 @@ constexpr int LAYOUT_BYTES = ((BLOCK_M + BLOCK_N) * PITCH + BLOCK_M * BLOCK_N) *
 static_assert(SHARED_BYTES == LAYOUT_BYTES,
               "the launch must provide what the tiles of Q, of K or V, and of P take");
 
-// The rows from at.row_begin on, at most BLOCK_M of them, against all keys that they see.
+// Multiplies the rows from at.row_begin on, at most BLOCK_M of them, with all keys that they see.
 DEVICE void attend(const LaunchParams& params, const BlockTile& at, Real* q_tile) {
   const int lane = threadIdx.x % LANES, first_row = threadIdx.x / LANES * ROWS;
   Real* const kv_tile = q_tile + BLOCK_M * PITCH;
@@ -38,8 +38,8 @@ DEVICE void attend(const LaunchParams& params, const BlockTile& at, Real* q_tile
   const Score<Real> score = make_score<Real>(params, at.sequence, at.head, at.kv_head, mask.diagonal);
   const Dropout dropout = make_dropout(params, at.sequence, at.head);
 
-  // A sink is a first key without a value: it starts the maximum and the sum, which counts it once, and adds nothing
-  // to O. One of -inf is none: the first score above it takes the sum to 0.
+  // A sink is a first key without a value: it starts the maximum and the sum, which counts it once, and adds nothing to
+  // O. A sink of -inf is none: the first score above it rescales the sum to 0.
   Real sink = -INFINITY;
   if constexpr (SINKS) sink = sink_logit(params, at.head);
   WeightedRows rows;
@@ -114,7 +114,7 @@ DEVICE void attend(const LaunchParams& params, const BlockTile& at, Real* q_tile
       *lse = l == 0 ? -INFINITY : LseElement(rows.m[r] + log_of(l));
     }
     if (ROW_STATS && lane == 0) {
-      // A sink of -inf that no score came behind has been counted.
+      // A sink of -inf is still counted if no score followed.
       const Real sum = l == l && rows.m[r] == -INFINITY ? Real(0) : l;
       store_row_stats(params, at.sequence, at.q_start + row, at.head, float(rows.m[r]), float(sum));
     }
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_simple(const __
   DYNAMIC_SHARED(shared);
   const int row_tiles = (params.seqlen_q + BLOCK_M - 1) / BLOCK_M;
   BlockTile at = locate(params, row_tiles);
-  // Once, unless a sequence is longer than the caller said, which lengths on the device cannot be checked for before.
+  // Once, unless a sequence is longer than the caller said: lengths on the device cannot be checked before.
   for (; at.row_begin < at.seqlen_q; at.row_begin += row_tiles * BLOCK_M) {
     attend(params, at, reinterpret_cast<Real*>(shared));
   }

@@ -66,7 +66,7 @@ struct Ring {
     return {{base + STAGES * KTile::BYTES + n % STAGES * VTile::BYTES}};
   }
 
-  // Whether a tile has keys that a row may see: those of a listed block may all lie behind the sequence or the diagonal.
+  // Whether a tile has keys that a row may see: those of a listed block may all lie past the sequence or the diagonal.
   __device__ __forceinline__ bool works(int n) const { return !BLOCK_MASK || tiles.at(n) * BLOCK_N < keys.end; }
 
   // Starts filling a stage with rows of tile n. Past the last tile the group is empty, which keeps the count of groups in
@@ -84,7 +84,7 @@ struct Ring {
   __device__ __forceinline__ void fill_keys(int n) const { fill(k_tile(n), k, n); }
   __device__ __forceinline__ void fill_values(int n) const { fill(v_tile(n), v, n); }
 
-  // Groups come in the order K(0), V(0), K(1) ..: of those begun, the wanted one and how many came later.
+  // How many groups may have begun after the wanted one. They come in the order K(0), V(0), K(1) ..
   static constexpr int BEHIND_KEYS = 2 * STAGES - 2, BEHIND_VALUES = 2 * STAGES - 1;
 
   __device__ __forceinline__ void start() const {
@@ -101,7 +101,7 @@ struct Ring {
     __syncthreads();
     fill_values(n + STAGES - 1);
   }
-  // Barrier 3: waits for V(n). In a tile with a mask, nonfinite values are taken out; true where there was one.
+  // Barrier 3: waits for V(n). In a tile with a mask, nonfinite values are set to 0; true if there was one.
   __device__ __forceinline__ bool land_values(int n, bool masked) const {
     ptx::cp_async_wait<BEHIND_VALUES>();
     if (masked) return __syncthreads_or(clear_nonfinite<KV_ELEMENT, THREADS>(v_tile(n)));
@@ -122,8 +122,8 @@ struct Rows {
   __device__ __forceinline__ int row(int half) const { return at_most(end - 1, first + 8 * half + lane_id() / 4); }
 };
 
-// S of the warp's half of head_dim. Both warps multiply as many columns as the first one has: the second one's past the
-// last are zeros then. Unrolled further, ptxas loads so many fragments ahead that it spills.
+// S of the warp's half of head_dim. Both warps multiply as many columns as the first one has; the extra columns of the
+// second one are zeros. If it is unrolled further, ptxas loads so many fragments ahead that it spills.
 DEVICE void multiply_half(Scores& s, const LaneAddress& q, const LaneAddress& k) {
 #pragma unroll 2
   for (int pair = 0; pair < KeyColumns::PAIRS; pair++) {
@@ -163,7 +163,7 @@ DEVICE void add_scores(Scores& s, uint32_t place) {
   }
 }
 
-// Scores to weights, and what O is to be multiplied by.
+// Turns scores into weights, and sets the factor of O.
 template <bool MASKED>
 DEVICE void weigh(Scores& s, Softmax& softmax, float (&correction)[2], const Rows& rows, int key_begin) {
 #pragma unroll
@@ -178,7 +178,7 @@ DEVICE void weigh(Scores& s, Softmax& softmax, float (&correction)[2], const Row
   }
 }
 
-// O += P V over the warp's columns. Here, too, both warps multiply as many as the first one has.
+// O += P V over the warp's columns. Here too both warps multiply as many as the first one has.
 DEVICE void multiply_values(Output& o, const Scores& p, const LaneAddress& v) {
 #pragma unroll
   for (int step = 0; step < BLOCK_N / Products::KEYS; step++) {
@@ -202,13 +202,13 @@ DEVICE void for_each_block(const ValueColumns& columns, Visit visit) {
   }
 }
 
-// Gives the nonfinite values of a tile, which its product left out, to the rows that see them.
+// Adds the nonfinite values of a tile, which the product left out, to the rows that see them.
 DEVICE void add_nonfinite(Output& o, const Rows& rows, const Ring& ring, const ValueColumns& columns, int key_begin) {
   constexpr float HIDDEN = -1.0f;
 #pragma unroll 1
   for (int key = key_begin; key < key_begin + BLOCK_N; key++) {
     if (!ring.keys.has(key)) continue;
-    float weight[2];  // as far as it matters: of a seen key none or a positive one
+    float weight[2];  // of a seen key it only matters as zero or positive
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const bool kept = !DROPOUT || rows.dropout.keeps(rows.row(half), key);
@@ -256,7 +256,7 @@ DEVICE void store(const LaunchParams& params, const BlockTile& at, const Rows& r
   }
 }
 
-// The rows from at.row_begin on, at most BLOCK_M of them, against all keys that they see.
+// Multiplies the rows from at.row_begin on, at most BLOCK_M of them, with all keys that they see.
 DEVICE void attend(const LaunchParams& params, const BlockTile& at, uint32_t shared) {
   const int warp = int(threadIdx.x) / 32, first_row = warp / PAIR * 16;
   const int row_end = at_most(at.seqlen_q, at.row_begin + BLOCK_M);
@@ -326,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_wide(const __gr
   DYNAMIC_SHARED(shared);
   const int row_tiles = (params.seqlen_q + BLOCK_M - 1) / BLOCK_M;
   BlockTile at = locate(params, row_tiles);
-  // More than once only if a sequence is longer than the caller said, which lengths on the device cannot be checked for
+  // More than once only if a sequence is longer than the caller said, because lengths on the device cannot be checked
   // before.
   while (at.row_begin < at.seqlen_q) {
     attend(params, at, ptx::shared_address(shared));

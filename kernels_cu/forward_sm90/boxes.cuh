@@ -16,7 +16,7 @@
 
 constexpr int WARPGROUP = 128;  // threads
 
-// Products of 8-bit elements want both operands along the summed dimension, so that V is transposed
+// Products of 8-bit elements need both operands contiguous along the summed dimension, so V is transposed
 // (forward_sm90/transposer.cuh).
 constexpr bool FP8 = sizeof(ELEMENT) == 1;
 constexpr int STEP = 32 / sizeof(ELEMENT);  // what a product sums at a time: 32 bytes of its operands
@@ -65,8 +65,8 @@ struct Boxes {
   }
 };
 
-// Where a role is in a ring of stages. Consumers start with parity 0 and wait for what is full, the producer with
-// parity 1 and waits for what is empty, which at first everything is (ptx/mbarrier.cuh).
+// Where a role is in a ring of stages. Consumers start with parity 0 and wait for full stages. The producer starts with
+// parity 1 and waits for empty ones, which all are at first (ptx/mbarrier.cuh).
 template <int LENGTH>
 struct Ring {
   int stage;

@@ -1,20 +1,20 @@
-// What a consumer of forward_sm90 calls: a warpgroup that multiplies 64 rows of queries with the tiles of keys they see.
+// A consumer of forward_sm90: a warpgroup that multiplies 64 rows of queries with the tiles of keys that they see.
 //
-// Intra-warpgroup overlap: in each step the scores of tile n and the output of tile n + 1 are multiplied together, and the
-// softmax of tile n runs while the tensor cores are still at the output:
+// Intra-warpgroup overlap: in each step the scores of tile n and the output of tile n + 1 are multiplied together, and
+// the softmax of tile n runs while the tensor cores still multiply the output:
 //
 //     tensor cores   | S(n) = Q K(n) |  O += P(n+1) V(n+1)    |  other consumers' products  | S(n-1) = Q K(n-1) | ..
 //     this warpgroup | issue both    | wait S | softmax(n): P(n)     | wait O | pack, rescale | issue both ..
 //
-// Ping-pong scheduling (PINGPONG): consumers take turns to issue, so that the tensor cores work for one while another is
-// at its softmax. Keys go from the last tile to the first: tiles with a mask come first and last, and those between have
-// none.
+// Ping-pong scheduling (PINGPONG): consumers take turns to issue, so that the tensor cores work for one while another
+// computes its softmax. Keys go from the last tile to the first: tiles with a mask come first and last, and those
+// between have none.
 #pragma once
 
 #include "forward_sm90/store.cuh"
 
-// Tensor cores keep about 14 bits of a sum of 8-bit products, so that each tile's P V is summed from 0, PIECE columns at
-// a time, and added to O in fp32. Where registers do not hold a piece beside the scores, it is multiplied before them.
+// Tensor cores keep about 14 bits of a sum of 8-bit products, so each tile's P V is summed from 0, PIECE columns at a
+// time, and added to O in fp32. If registers do not hold a piece beside the scores, it is multiplied before them.
 constexpr int PIECE = DIM_V / PIECES;
 constexpr bool VALUES_FIRST = FP8 && (DIM > 128 || DIM_V > 128 || CONSUMERS == 3 || BLOCK_N > 128);
 using Sums = float[PIECE / 2];
@@ -22,7 +22,7 @@ using Sums = float[PIECE / 2];
 constexpr bool PINGPONG = DIM_V <= 128 && !VALUES_FIRST;  // wider ones have little softmax to hide
 constexpr bool EARLY_RESCALE = DIM_V > 128 && !FP8;       // while S is multiplied rather than after O was
 
-// What was summed before is rescaled on the way.
+// Adds a piece to O, which is rescaled on the way.
 DEVICE void add_piece(Output& o, const Sums& sums, const float (&correction)[2], int piece) {
 #pragma unroll
   for (int i = 0; i < PIECE / 2; i++) {
@@ -31,7 +31,7 @@ DEVICE void add_piece(Output& o, const Sums& sums, const float (&correction)[2],
   }
 }
 
-// Keys before the diagonal's, or the window's right edge, of the tile's first row, and before the left edge of its last.
+// The keys up to the first row's diagonal or right edge of the window, and those before the last row's left edge.
 DEVICE int keys_seen_by_all(const Work& work) {
   const Mask& mask = work.mask;
 #if POSITIONS
@@ -52,7 +52,7 @@ DEVICE int keys_hidden_from_some(const Work& work) {
 }
 
 #if BLOCK_MASK
-// Lists have an order of their own: each tile is asked for itself.
+// Lists have an order of their own, so each tile is checked by itself.
 constexpr bool MASKS = true;
 
 DEVICE void find_whole_tiles(uint32_t (&)[2], const Work&) {}
@@ -76,7 +76,7 @@ DEVICE void find_whole_tiles(uint32_t (&whole)[2], const Work& work) {
     const int hidden = keys_hidden_from_some(work);
     whole[0] = at_least(tiles.sinks, (hidden + BLOCK_N - 1) / BLOCK_N - tiles.begin + tiles.sinks);
   }
-  ptx::pin_registers(whole);  // or ptxas computes them again in each step
+  ptx::pin_registers(whole);  // otherwise ptxas computes them again in each step
 }
 DEVICE bool needs_mask(const uint32_t (&whole)[2], const Work&, int n, int) {
   return (WINDOW && n < int(whole[0])) || n >= int(whole[1]);
@@ -134,7 +134,7 @@ struct Consumer {
     if (!VALUES_FIRST && work.tile_before(last) >= 0) wait_for_keys();
   }
 
-  // The values of the first tile, whose weights are left.
+  // Adds the values of the first tile, whose weights are left.
   __device__ __forceinline__ void last_values(Registers& r) {
     if (EARLY_RESCALE) rescale(r.o, r.correction);
     if constexpr (FP8) return add_values(r);
@@ -179,8 +179,8 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  // P V of a tile, one piece after the other multiplied, waited for and added to O. Where sums are as many as scores, they
-  // have their registers: at head dim 256 ptxas finds no others.
+  // P V of a tile: each piece is multiplied, waited for and added to O in turn. If there are as many sums as scores,
+  // they take the scores' registers, because at head dim 256 ptxas finds no others.
   __device__ __forceinline__ void add_values(Registers& r) {
     wait_for_values();
 #pragma unroll
@@ -198,8 +198,8 @@ struct Consumer {
     release_values();
   }
 
-  // Behind the last key of a packed sequence lie values of another one, in a cache unused rows, and 0 * NaN is NaN.
-  // Each consumer clears them for itself: what the other writes is the same.
+  // After the last key of a packed sequence come values of another one, and in a cache unused rows; 0 * NaN is NaN.
+  // Each consumer clears them for itself, and the others write the same.
   __device__ __forceinline__ void clear_values_past(int count) {
     if (count >= BLOCK_N) return;
     constexpr int UNITS = DIM_V / 8;
@@ -213,7 +213,7 @@ struct Consumer {
     sync_consumer(number);
   }
 
-  // Of all elements, whose sign is their highest bit. What a negative descale costs, once a tile of rows.
+  // Flips the sign, the highest bit, of all elements. Done for a negative descale, once a tile of rows.
   __device__ __forceinline__ void negate_queries() {
     static_assert(!DESCALES || FP8, "a word holds four elements");
 #pragma unroll 1

@@ -24,7 +24,7 @@ struct FormatOf<e4m3_t> {
     return ptx::pack_e4m3(a, b, c, d);
   }
 };
-// Weights are e4m3, too, beside which tensor cores take e5m2: their third fraction bit costs nothing.
+// Weights are e4m3 too, because tensor cores multiply e4m3 with e5m2: the third fraction bit costs nothing.
 template <>
 struct FormatOf<e5m2_t> : FormatOf<e4m3_t> {
   static constexpr ptx::Element ELEMENT_OF = ptx::Element::e5m2;

@@ -11,11 +11,11 @@
 //    +----------------------+        +------------------------------------------------------+
 //      24 or 32 registers              240 registers (two consumers) or 160 (three)
 //
-// Of 8-bit elements the other warps of warpgroup 0 transpose V (forward_sm90/transposer.cuh), as section 3.3 has it; weights
-// are packed at 2^8 times their size (section 3.3 there scales by blocks, here by heads); and P V of each tile is summed
-// apart, then added to O.
+// With 8-bit elements the other warps of warpgroup 0 transpose V (forward_sm90/transposer.cuh), as in section 3.3;
+// weights are packed at 2^8 times their size (section 3.3 scales by blocks, this kernel by heads); and P V of each tile
+// is summed apart, then added to O.
 //
-// One block a multiprocessor stays for the whole launch and takes tiles of rows as it gets done (forward_sm90/schedule.cuh).
+// One block for each multiprocessor runs for the whole launch and takes one tile of rows after another (schedule.cuh).
 // This file is the outline: run, load, attend and the steps of the main loop. What they call is in producer.cuh and
 // consumer.cuh. docs/hopper.md says what each barrier is for.
 #define PTX_WGMMA_STEP (BLOCK_N % 32 ? 16 : 32)  // head dims are padded to multiples of 32
@@ -33,8 +33,8 @@ static_assert(!DROPOUT || !FP8, "weights of 8 bits are not dropped");
 static_assert((PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) * WARPGROUP <= 65536 / THREADS / 8 * 8 * THREADS,
               "a launch gives a thread a multiple of 8, and more than it gives there is not");
 
-// `full` barriers take one arrival, the producer's, and the bytes that it announces; `empty` ones an arrival of each
-// warp that reads.
+// `full` barriers take one arrival, the producer's, and the bytes that it announces; `empty` ones take an arrival of
+// each warp that reads.
 DEVICE void start_barriers(const Shared& shared) {
   constexpr int READERS = 4 * CONSUMERS;
   for (int i = 0; i < CONSUMERS; i++) {
@@ -60,7 +60,7 @@ DEVICE void start_barriers(const Shared& shared) {
 
 // ---- the producer: one warp
 
-// Every tile of the block, and the end of them.
+// Loads every tile of the block, and announces the end.
 __device__ __forceinline__ void Producer::run() {
   TileSource source;
   while (source.announce(shared, all.schedule, leader)) {
@@ -90,13 +90,13 @@ __device__ __forceinline__ void Producer::load(const Work& work) {
 
 // ---- a consumer: one warpgroup, 64 rows of each tile
 
-// Every tile of the block, until the producer says that there are no more.
+// Attends to every tile of the block, until the producer says that there are no more.
 __device__ __forceinline__ void Consumer::run() {
   TileSink tiles;
   if constexpr (PINGPONG) {
     pingpong[0] = pingpong_barrier(number);
     pingpong[1] = pingpong_barrier(number + 1 == CONSUMERS ? 0 : number + 1);
-    ptx::pin_registers(pingpong);  // in the threads' own registers: uniform ones are short
+    ptx::pin_registers(pingpong);  // in the threads' own registers: uniform ones are few
   }
   if (PINGPONG && number == CONSUMERS - 1) pingpong_pass();
   for (int tile = tiles.next(shared); tile != TileSource::NO_TILE; tile = tiles.next(shared)) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ void Consumer::run() {
   if (threadIdx.x % WARPGROUP == 0) ptx::bulk_wait<0>();
 }
 
-// One tile of rows against all keys that they see.
+// Multiplies one tile of rows with all keys that they see.
 __device__ __forceinline__ void Consumer::attend(const Work& work) {
   if (!work.sees_keys()) {
     store_nothing(all.params, work, number);
@@ -131,7 +131,7 @@ __device__ __forceinline__ void Consumer::attend(const Work& work) {
 __device__ __forceinline__ void Consumer::mainloop(Registers& r, const Work& work, const Rows& rows) {
   uint32_t whole[2];
   find_whole_tiles(whole, work);
-  // Places of lists are found ahead. Without lists ptxas saves an instruction a step where the next place is found last.
+  // Places of lists are found ahead. Without lists ptxas saves an instruction a step if the next place is found last.
 #pragma unroll 1
   for (int n = work.tile_before(work.last_tile()), next; n >= 0; n = BLOCK_MASK ? next : n - 1) {
     next = BLOCK_MASK ? work.tile_before(n) : -1;
@@ -171,7 +171,7 @@ __device__ __forceinline__ void Consumer::mainloop_step(Registers& r, const Rows
   ptx::pin_registers(r.s);
   release_keys();
   score<BLOCK_MASK>(r.s, rows, bias, first_key, full);
-  // A branch that all threads take alike, and one loop: with one more for masks, a compile takes half as long again.
+  // A uniform branch in one loop: a second loop for masks would make a compile half as long again.
   if (MASKS && masked) apply_mask(r.s, rows, first_key);
   float correction[2];
   softmax_tile<false>(r.s, r.softmax, correction, rows.exponents);
@@ -195,8 +195,8 @@ __device__ __forceinline__ void Consumer::mainloop_step(Registers& r, const Rows
   if (!FP8 && !EARLY_RESCALE) rescale(r.o, r.correction);
 }
 
-// Where registers hold either scores or sums: first the values of tile n + 1, then the scores of tile n. The softmax runs
-// beside other consumers' products only.
+// If registers hold either scores or sums: first the values of tile n + 1, then the scores of tile n. The softmax runs
+// only beside other consumers' products.
 __device__ __forceinline__ void Consumer::mainloop_step_apart(Registers& r, const Rows& rows, int first_key, bool masked,
                                                                bool full) {
   add_values(r);

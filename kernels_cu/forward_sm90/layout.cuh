@@ -1,4 +1,4 @@
-// Sizes of forward_sm90, and where everything lies in its shared memory.
+// Sizes of forward_sm90, and the layout of its shared memory.
 //
 // Operands lie in the boxes of forward_sm90/boxes.cuh.
 //
@@ -12,7 +12,7 @@ constexpr int DIM = padded_dim(HEAD_DIM), DIM_V = padded_dim(HEAD_DIM_V);
 constexpr int CONSUMERS = WARPS / 4 - 1;  // warpgroups that multiply; the other one loads
 constexpr int ROWS = 64;                  // of a consumer
 constexpr bool PACKED_KEYS = VARLEN && !CACHE_LENGTHS;
-constexpr bool OTHERS_FOLLOW = PACKED_KEYS || CACHE_LENGTHS;  // behind a sequence's last key, rows that are not its own
+constexpr bool OTHERS_FOLLOW = PACKED_KEYS || CACHE_LENGTHS;  // rows after a sequence's last key are not its own
 constexpr int PART = PAGE_SIZE > 0 && PAGE_SIZE < BLOCK_N ? PAGE_SIZE : BLOCK_N;  // keys that one copy brings
 
 static_assert(WARPS % 4 == 0 && (CONSUMERS == 2 || CONSUMERS == 3), "a producer and two or three consumers");
@@ -45,7 +45,7 @@ constexpr uint32_t ARRIVING_AT = V_AT + STAGES * VBoxes::BYTES, O_AT = ARRIVING_
 constexpr uint32_t BARRIERS_AT = O_AT + (O_DIRECT ? 0 : CONSUMERS * OBoxes::BYTES);
 
 constexpr int SLOTS = 2;  // tile indices on their way from the producer to the consumers
-constexpr int NO_VALUES = -1;  // in the place of a tile's own keys: no tile of V follows
+constexpr int NO_VALUES = -1;  // in place of a tile's own keys: no tile of V follows
 constexpr int BARRIERS = 2 * CONSUMERS + 4 * STAGES + 2 * SLOTS + 2 * FP8;
 constexpr uint32_t TILES_AT = BARRIERS_AT + 8 * BARRIERS, OWN_KEYS_AT = TILES_AT + 8 * SLOTS;
 

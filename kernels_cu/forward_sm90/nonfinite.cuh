@@ -1,10 +1,10 @@
 // Infinities and NaN among the values, which a product with weights of 0 spreads to rows that do not see them.
 //
-// A row's weight of a key that it does not see is 0, and 0 * NaN is NaN. Such rows show: their output is not finite.
-// The quad that finds one computes that row again, key by key from global memory, in which hidden keys have no part,
-// and writes it over the one that lies in shared memory, ready to leave, or has left already (O_DIRECT). That is slow,
-// and happens only where a value of the sequence is infinite or NaN; the main loop knows nothing of it. Its loops are
-// rolled: compiling it costs little.
+// A row's weight of a key that it does not see is 0, and 0 * NaN is NaN. Such rows are found by their output, which is
+// not finite. The quad that finds one computes that row again, key by key from global memory without the hidden keys,
+// and writes it over the one in shared memory, or in the output if that has left (O_DIRECT). That is slow, but happens
+// only if a value of the sequence is infinite or NaN. The main loop does nothing for it. Rolled loops make compiling it
+// cheap.
 #pragma once
 
 #include "forward_sm90/output.cuh"
@@ -21,8 +21,8 @@ DEVICE bool has_nonfinite(const Output& o) {
   return is_nonfinite(probe);
 }
 
-// A nonfinite value counts whole, whatever the weight of a key that the row sees: the weight is positive, if it is no
-// NaN. `zero`: the weight is 0, of which a product with it is NaN.
+// A nonfinite value is added unweighted, because the weight of a key that the row sees is positive or NaN. `zero`: the
+// weight is 0, so that its product with the value is NaN.
 DEVICE void add_value(float& sum, bool zero, float weight, float value) {
   sum += is_nonfinite(value) && !zero ? value : weight * value;
 }
@@ -83,7 +83,7 @@ DEVICE void attend_key_by_key(const Sm90Params& all, const Work& work, const Row
   }
 }
 
-// Puts right what nonfinite values have done to the thread's rows, whose pieces `o` are in shared memory or have left.
+// Corrects the thread's rows that nonfinite values have spoiled. Their pieces `o` are in shared memory or have left.
 DEVICE void mend_nonfinite(const Sm90Params& all, const Work& work, const Rows& rows, const RowResult (&results)[2],
                            const Output& o, float scale, uint32_t place) {
   const uint32_t found[2] = {__ballot_sync(ALL_LANES, has_nonfinite<0>(o)), __ballot_sync(ALL_LANES, has_nonfinite<1>(o))};

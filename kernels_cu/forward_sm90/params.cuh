@@ -1,4 +1,4 @@
-// What a launch of forward_sm90 passes: tensor maps, the parameters that every forward kernel takes, and the schedule.
+// The parameters of a launch of forward_sm90: tensor maps, those of every forward kernel, and the schedule.
 //
 // gpu_actors/kernels/forward_sm90.py packs it; it reads the structs from this text.
 #pragma once
@@ -15,8 +15,8 @@ struct Divider {  // n / divisor = n * multiplier / 2^(32 + shift) for 0 <= n < 
 // The order of the tiles is drawn in forward_sm90/schedule.cuh.
 struct Schedule {
   int32_t* counter;              // 0 between launches
-  const int32_t* cache_seqlens;  // keys of each sequence, where CACHE_LENGTHS
-  const int32_t* block_table;    // pages of each sequence, where PAGE_SIZE
+  const int32_t* cache_seqlens;  // keys of each sequence, if CACHE_LENGTHS
+  const int32_t* block_table;    // pages of each sequence, if PAGE_SIZE
   int64_t block_table_stride;    // entries from one sequence to the next
   int32_t tiles;
   int32_t row_tiles;      // of a sequence
@@ -30,7 +30,7 @@ struct Schedule {
 };
 
 struct Sm90Params {
-  ptx::TensorMap q, k, v, out;  // (dim, rows, heads, batch), rows of all sequences together where VARLEN
+  ptx::TensorMap q, k, v, out;  // (dim, rows, heads, batch), with the rows of all sequences together if VARLEN
   LaunchParams params;
   Schedule schedule;
 };

@@ -1,8 +1,8 @@
 // The producer of forward_sm90: one warp that brings Q, K and V into shared memory by TMA, tile after tile.
 //
-// All its lanes wait, one acts; between the two stands a __syncwarp(), because a lane that looks late can find the
-// barrier two phases further on, and would wait for ever. (A warp of one thread would need no such care, but ptxas
-// spills there at the 24 registers that the producer keeps.)
+// All its lanes wait, then one acts. A __syncwarp() stands between, because a lane that looks late could find the
+// barrier two phases further on and wait for ever. (A warp of one thread would not need it, but ptxas spills there at
+// the 24 registers that the producer keeps.)
 #pragma once
 
 #include "forward_sm90/schedule.cuh"
@@ -43,7 +43,7 @@ struct Producer {
   }
   __device__ __forceinline__ void load_values(const Work& work, int n) {
     if constexpr (FP8) {
-      // The transposers clear what lies behind the sequence's own keys.
+      // The transposers clear what follows the sequence's own keys.
       if (tell_transposers(at_least(0, work.mask.seqlen_k - work.keys.at(n) * BLOCK_N))) {
         bring<ArrivingV>(work, n, &all.v, shared.arriving_v(), shared.v_arrived());
       }
@@ -53,7 +53,7 @@ struct Producer {
     }
     values.advance();
   }
-  // Of the next tile of V; false in lanes that do not act.
+  // Tells them the own keys of the next tile of V. False in lanes that do not act.
   __device__ __forceinline__ bool tell_transposers(int own_keys) {
     ptx::mbarrier_wait(shared.v_taken(), values.parity);
     __syncwarp();
@@ -64,7 +64,7 @@ struct Producer {
     if (tell_transposers(NO_VALUES)) ptx::mbarrier_arrive(shared.v_arrived());
   }
 
-  // The n-th of the tiles that the rows see.
+  // Loads the n-th of the tiles that the rows see.
   template <class Tile>
   __device__ __forceinline__ void load_tile(const Work& work, int n, const ptx::TensorMap* map, uint32_t place,
                                             uint32_t full, uint32_t empty, uint32_t parity) {

@@ -5,11 +5,11 @@
 //                        rows 256 ..:  head 0, head 1 .. head G - 1   ...
 //                        ...
 //
-// A section is as many heads as L2 can hold the keys and values of, so that the tiles of its heads find them there.
-// With a mask, later rows see more keys and come first: what is left to the end is short. A block
-// takes the tile of its own number first and further ones by drawing numbers from a counter. Each tile draws once, for
-// the one after it; so a launch draws `tiles` numbers, and the block that draws the last puts the counter back to 0
-// for the next launch.
+// A section has as many heads as L2 can hold the keys and values of, so that the tiles of its heads find them there.
+// With a mask, later rows see more keys and come first, so that short tiles are left to the end. A block takes the tile
+// of its own number first and draws the numbers of further ones from a counter. Each tile draws once, for the one after
+// it. So a launch draws `tiles` numbers, and the block that draws the last one sets the counter to 0 for the next
+// launch.
 #pragma once
 
 #include "common/block_order.cuh"
@@ -26,12 +26,12 @@ struct Work {
   Mask mask;
   Tiles keys;
 
-  // Rows of the tile, as far as the sequence has any.
+  // Rows of the tile, up to the sequence's end.
   __device__ __forceinline__ int row_end() const { return at_most(seqlen_q, row_begin + BLOCK_M); }
   __device__ __forceinline__ bool exists() const { return row_begin < seqlen_q; }
   __device__ __forceinline__ bool sees_keys() const { return last_tile() >= 0; }
 
-  // Tiles are taken from the last one to the first: their places in `keys`, -1 where there is none.
+  // Tiles are taken from the last one to the first: their places in `keys`, -1 if there is none.
   __device__ __forceinline__ int last_tile() const { return tile_before(keys.count()); }
   __device__ __forceinline__ int tile_before(int n) const {
     n--;
@@ -41,7 +41,7 @@ struct Work {
 #endif
     return n;
   }
-  // The lists of a block mask lie in memory: of what is read there the compiler does not know that all lanes read it.
+  // The lists of a block mask lie in memory, where the compiler does not know that all lanes read the same value.
   __device__ __forceinline__ int first_key(int n) const {
     return (BLOCK_MASK ? ptx::warp_uniform(keys.at(n)) : keys.at(n)) * BLOCK_N;
   }
@@ -56,7 +56,7 @@ struct Work {
     row_begin = row;
     keys = key_tiles(params, mask, sequence, head, row, row_end());
 #if BLOCK_MASK
-    // ptxas has registers for two lists, and spills where it knows that one of them is empty.
+    // ptxas has registers for two lists, and spills if it knows that one of them is empty.
     const uint64_t full = reinterpret_cast<uint64_t>(keys.list.full.indices);
     uint32_t words[2] = {static_cast<uint32_t>(full), static_cast<uint32_t>(full >> 32)};
     ptx::pin_registers(words);
@@ -102,15 +102,15 @@ struct KeyPlace {
 DEVICE KeyPlace place_of_key(const Schedule& schedule, const Work& work, int key) {
   if constexpr (PAGE_SIZE > 0) {
     const int32_t* const pages = schedule.block_table + work.sequence * schedule.block_table_stride;
-    // No page, and TMA brings zeros: what the table holds behind the last page is not read.
+    // Without a page TMA brings zeros. The table is not read past the last page.
     constexpr int NO_PAGE = -1;
     return {key % PAGE_SIZE, key < work.mask.seqlen_k ? pages[key / PAGE_SIZE] : NO_PAGE};
   }
   return {work.k_start + key, PACKED_KEYS ? 0 : work.sequence};
 }
 
-// Calls `attend` for the tile's rows; more than once only if a sequence is longer than the caller said, which lengths
-// on the device cannot be checked for before.
+// Calls `attend` for the tile's rows; more than once only if a sequence is longer than the caller said, because lengths
+// on the device cannot be checked before.
 template <class Attend>
 DEVICE void for_each_row_tile(const Sm90Params& all, Work& work, Attend&& attend) {
   while (work.exists()) {
@@ -125,7 +125,7 @@ struct TileSource {
   Ring<SLOTS> slot{0, 1};
   int tile = static_cast<int>(blockIdx.x);
 
-  // Tells the consumers which tile comes next; false where none does. The whole warp calls it.
+  // Tells the consumers which tile comes next; false if none does. The whole warp calls it.
   __device__ __forceinline__ bool announce(const Shared& shared, const Schedule& schedule, bool leader) {
     const bool more = tile < schedule.tiles;
     ptx::mbarrier_wait(shared.tile_empty(slot.stage), slot.parity);
@@ -138,7 +138,7 @@ struct TileSource {
     return more;
   }
 
-  // Draws a number from the counter, ahead of its use: the way to L2 and back takes as long as a few tiles of keys.
+  // Draws a number from the counter, ahead of its use, because L2 answers only after a few tiles of keys.
   __device__ __forceinline__ int draw(const Schedule& schedule, bool leader) {
     if (!leader) return 0;
     const int drawn = atomicAdd(schedule.counter, 1);
@@ -157,7 +157,7 @@ struct TileSink {
 
   __device__ __forceinline__ int next(const Shared& shared) {
     ptx::mbarrier_wait(shared.tile_full(slot.stage), slot.parity);
-    // Uniform for the compiler, too: of a tile that may differ between lanes, descriptors would be kept in vector
+    // Uniform for the compiler too. If the tile could differ between lanes, descriptors would be kept in vector
     // registers and moved over in every iteration of the main loop.
     const int tile = ptx::warp_uniform(static_cast<int>(ptx::load_shared(shared.tile(slot.stage))));
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.tile_empty(slot.stage));

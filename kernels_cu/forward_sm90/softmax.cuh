@@ -6,8 +6,8 @@
 // 8-bit scores in the order of their registers are A fragments whose keys are in another order; V has its keys in that
 // order, too (forward_sm90/transposer.cuh).
 //
-// Weights are 2^(s * factor - base): one multiply-add and one ex2. The factor carries the scale where no softcap, bias or
-// score modification needs scaled products: s are plain products then, less ALiBi's share of them.
+// Weights are 2^(s * factor - base): one multiply-add and one ex2. The factor includes the scale, unless softcap, bias
+// or a score modification needs scaled products: s are plain products then, less ALiBi's share of them.
 #pragma once
 
 #include "common/mask.cuh"
@@ -19,7 +19,7 @@ using Scores = float[BLOCK_N / 2];
 using Weights = uint32_t[BLOCK_N / STEP][4];
 using Output = float[DIM_V / 2];
 
-// Whether products are scaled one by one; with softcap, tanh takes the scale in.
+// Whether products are scaled one by one; with softcap, tanh's argument includes the scale.
 constexpr bool SCALED = SCORE_MOD || (BIAS && !BIAS_HIDES && !SOFTCAP);
 
 // A thread's two rows, and what makes scores of their products.
@@ -31,7 +31,7 @@ struct Rows {
   float softcap;
   float slope;          // in the unit of s
   bool negated;       // s are to be products of -q: a negative descale would turn maxima into minima
-  float scale;        // of products, where SCALED
+  float scale;        // of products, if SCALED
   int last_row;       // of the sequence: rows past it read what is read for this one
   ScoreMod mod;
   Dropout dropout;
@@ -53,8 +53,8 @@ DEVICE float scale_of(const Params& params, int sequence, int kv_head) {
 
 constexpr float LEAST_SCALE = 0x1p-80f, GREATEST_SCALE = 0x1p125f;
 
-// A magnitude to divide by and to multiply -inf with: what is too small to move a score stands for 0, and infinity, of
-// which weights become NaN but not those of hidden keys, for NaN.
+// A magnitude to divide by and to multiply with -inf. A scale too small to move a score stands for 0, and infinity for
+// NaN: it makes weights NaN, but not those of hidden keys.
 DEVICE float usable_magnitude(float scale) {
   const float magnitude = fabsf(scale);
   return magnitude < LEAST_SCALE ? LEAST_SCALE : magnitude <= GREATEST_SCALE ? magnitude : INFINITY;
@@ -99,13 +99,13 @@ DEVICE Rows rows_of(const LaunchParams& params, const Mask& mask, int sequence, 
   return rows;
 }
 
-// The modification of scaled products. What it computes of a key serves both rows.
+// The modification of scaled products. What it computes for a key serves both rows.
 // LAST: of the last tile, whose keys may end before it does; those past the end are scored as the last one, and hidden.
-// full: of a tile in a full block of a block mask, whose keys the function that masks shows.
+// full: whether the tile is in a full block of a block mask, so that the masking function shows all its keys.
 template <bool LAST>
 DEVICE void modify(Scores& s, const Rows& rows, int first_key, bool full) {
   uint32_t row[2] = {uint32_t(at_most(rows.last_row, rows.row(0))), uint32_t(at_most(rows.last_row, rows.row(1)))};
-  ptx::pin_registers(row);  // or ptxas keeps for all tiles what follows from a row, and spills
+  ptx::pin_registers(row);  // otherwise ptxas keeps for all tiles what follows from a row, and spills
 #if BLOCK_MASK_SHOWS
   if (full) {
 #pragma unroll
@@ -190,7 +190,7 @@ DEVICE void score(Scores& s, const Rows& rows, const BiasTile& bias, int first_k
   if constexpr (BIAS) add_bias(s, bias);
 }
 
-// Puts -inf in the place of scores whose key the row does not see.
+// Sets scores whose key the row does not see to -inf.
 DEVICE void apply_mask(Scores& s, const Rows& rows, int first_key) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -202,8 +202,8 @@ DEVICE void apply_mask(Scores& s, const Rows& rows, int first_key) {
   }
 }
 
-// Online softmax: scores to weights. What was summed before is to be multiplied by `correction`. `l` is the thread's
-// own share of the row's sum until the end.
+// Online softmax: scores to weights. Earlier sums must be multiplied by `correction`. `l` is the thread's own share of
+// the row's sum until the end.
 template <bool FIRST>
 DEVICE void softmax_tile(Scores& s, SoftmaxRow (&softmax)[2], float (&correction)[2],
                          const Exponents& exponents) {
@@ -230,7 +230,7 @@ DEVICE void softmax_tile(Scores& s, SoftmaxRow (&softmax)[2], float (&correction
 // A bit for each of the thread's weights that dropout keeps: 4 * block + e, of 64 keys a word.
 using Kept = uint32_t[(BLOCK_N + 63) / 64];
 
-// Draws need no scores. Rolled, and eight bits a turn: Philox's ten rounds are some seventy instructions.
+// Draws need no scores. Rolled, with eight bits a turn, because Philox's ten rounds are some seventy instructions.
 DEVICE void draw_kept(Kept& kept, const Rows& rows, int first_key) {
 #pragma unroll
   for (int i = 0; i < (BLOCK_N + 63) / 64; i++) {
@@ -247,7 +247,7 @@ DEVICE void draw_kept(Kept& kept, const Rows& rows, int first_key) {
   }
 }
 
-// Sums are of all weights; dropped ones have no value.
+// Sums include all weights; a dropped one only adds no value.
 DEVICE void drop_weights(Scores& s, const Kept& kept) {
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 2; i++) {

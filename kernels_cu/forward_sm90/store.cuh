@@ -1,4 +1,4 @@
-// The end of a tile: its rows are divided by their sums and leave, and its LSE goes out.
+// The end of a tile: its rows are divided by their sums and stored, and so is its LSE.
 //
 //     registers --stmatrix--> boxes in shared memory --TMA--> out           dense: TMA writes no row past the end
 //         |                              \--16 bytes a thread, row by row--> out      VARLEN: there the next sequence
@@ -17,7 +17,7 @@ DEVICE float sink_of(const Params& params, int head) {
   else return -INFINITY;
 }
 
-// The LSE of a row, and what it is made of.
+// Stores the LSE of a row, and its parts.
 DEVICE void store_stats(const LaunchParams& params, const Work& work, int row, const RowResult& result) {
   if constexpr (!LSE && !ROW_STATS) return;
   if (row < work.seqlen_q) {
@@ -27,7 +27,7 @@ DEVICE void store_stats(const LaunchParams& params, const Work& work, int row, c
   }
 }
 
-// Rows that see no key: O = 0, and as LSE the learned sink.
+// Rows that see no key: O is 0, and the LSE is the learned sink.
 DEVICE void store_nothing(const LaunchParams& params, const Work& work, int consumer) {
   constexpr int UNITS = DIM_V / 8;
   const int thread = threadIdx.x % WARPGROUP, first_row = work.row_begin + consumer * ROWS;
@@ -59,9 +59,9 @@ DEVICE void put_output(uint32_t place, const Output& o, const float (&factor)[2]
   }
 }
 
-// A lane holds two columns of each eight. Of two neighbouring eights, the even lanes of a quad get the first one's words
-// from the odd lanes, and those the second one's: then each has four columns of one, and a quad stores 32 bytes at once,
-// which memory takes whole. Nothing waits for a store of registers.
+// A lane holds two columns of each eight. Of two neighbouring eights, the even lanes of a quad get the first one's
+// words from the odd lanes, and the odd lanes get the second one's. Then each has four columns of one, and a quad
+// stores 32 bytes at once, which memory takes whole. Nothing waits for a store of registers.
 DEVICE void store_registers(const Params& params, const Work& work, const Rows& rows, const Output& o,
                             const float (&factor)[2], float scale) {
   const bool odd = lane_id() & 1, upper = lane_id() & 2;
@@ -70,7 +70,7 @@ DEVICE void store_registers(const Params& params, const Work& work, const Rows& 
     const int row = rows.row(half);
     const auto first_out = reinterpret_cast<uint64_t>(output_row(params, work, row) + 8 * odd + 4 * upper);
     uint32_t address[2] = {uint32_t(first_out), uint32_t(first_out >> 32)};
-    ptx::pin_registers(address);  // or ptxas computes it again for each store
+    ptx::pin_registers(address);  // otherwise ptxas computes it again for each store
     const auto out = reinterpret_cast<OUT_ELEMENT*>(uint64_t(address[1]) << 32 | address[0]);
 #pragma unroll
     for (int n = 0; n < DIM_V / 8; n += 2) {
@@ -83,7 +83,7 @@ DEVICE void store_registers(const Params& params, const Work& work, const Rows& 
   }
 }
 
-// What lies in shared memory goes to `out`. Its place is free again after the next call's wait.
+// Sends the output in shared memory to `out`. Its place is free again after the next call's wait.
 DEVICE void send_output(const Sm90Params& all, const Work& work, const Shared& shared, int consumer) {
   constexpr int UNITS = DIM_V / 8;
   const int thread = threadIdx.x % WARPGROUP, first_row = work.row_begin + consumer * ROWS;

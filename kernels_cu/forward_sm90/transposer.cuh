@@ -1,5 +1,5 @@
-// The transposers of forward_sm90 on 8-bit floats: three warps that turn each tile of V as it arrives, rows of keys, into
-// columns whose keys lie together, which products of 8 bits want.
+// The transposers of forward_sm90 on 8-bit floats: three warps that turn each tile of V as it arrives, rows of keys,
+// into columns whose keys lie together, as products of 8 bits need.
 //
 //     V as it arrives --ldmatrix.trans--> pairs of columns of 16 keys --prmt--> columns --stmatrix--> V as it is multiplied
 //
@@ -26,7 +26,7 @@ struct Transposer {
   Shared shared;
   int number;
 
-  // Every tile of V that the producer brings. A number in the place of two rings saves registers.
+  // Transposes every tile of V that the producer brings. One number instead of two rings saves registers.
   __device__ __forceinline__ void run() {
     for (int tile = 0;; tile++) {
       const int stage = tile & 1;
@@ -67,8 +67,8 @@ struct Transposer {
     }
   }
 
-  // Behind the last key of a packed sequence lie values of another one, and 0 * NaN is NaN. Each warp clears the columns
-  // that it transposes.
+  // After the last key of a packed sequence come values of another one, and 0 * NaN is NaN. Each warp clears the
+  // columns that it transposes.
   __device__ __forceinline__ void clear_past(int own_keys) const {
     const uint32_t zeros[4] = {0, 0, 0, 0};
 #pragma unroll 1
