@@ -5,8 +5,8 @@
 //
 //   m = max lse_n        w_n = e^(lse_n - m)        Z = sum w_n + e^(sink - m)        out = sum w_n out_n / Z
 //
-// Terms are summed in their order, and the quotient is rounded once. A row that a term saw no key of (lse = -inf) is not
-// read. FlashAttention-2 (Dao, 2023), section 3.1.1.
+// Terms are summed in their order, and the quotient is rounded once. If a term saw no key for a row (lse = -inf), that
+// row is not read. FlashAttention-2 (Dao, 2023), section 3.1.1.
 #include "common/defaults.cuh"
 #include "merge/terms.cuh"
 

@@ -1,4 +1,4 @@
-// The gradient of the merge of partial results, by each partial's out and lse, and by the learned sinks.
+// The gradient of the merge of partial results with respect to each partial's out and lse, and to the learned sinks.
 //
 //   term n     out and dout (batch, rows, heads, columns)      lse and dlse (batch, heads, rows)
 //   thread     some groups of VECTOR columns of one row and head, which `lanes` neighbouring threads of a warp share
@@ -49,7 +49,7 @@ struct Row {
 
   __device__ __forceinline__ int group(int first) const { return columns - first < VECTOR ? columns - first : VECTOR; }
 
-  // All threads of a warp call this together, and the lanes of each of its rows are summed.
+  // All threads of a warp call this together. It sums the lanes of each of its rows.
   __device__ __forceinline__ Real dot(const OUT_ELEMENT* dout, const ELEMENT* out) const {
     Real sum = Real(0);
     for (int first = lane * VECTOR; out != nullptr && first < columns; first += lanes * VECTOR) {
@@ -64,7 +64,7 @@ struct Row {
   }
 };
 
-// dout . out_n, 0 where the row saw no key of term n: its out is not read.
+// dout . out_n, or 0 if the row saw no key of term n, whose out is not read then.
 DEVICE Real gain_of(const Row& row, const Term& term, const OUT_ELEMENT* dout) {
   const bool seen = lse_of(term, row.place) != -INFINITY;
   return row.dot(dout, seen ? row.place.in<const ELEMENT>(term.out, term.out_strides) : nullptr);

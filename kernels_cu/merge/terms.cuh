@@ -41,7 +41,7 @@ DEVICE Real lse_of(const Term& term, const Place& place) {
   return Real(*place.in<const LSE_ELEMENT>(term.lse, term.lse_strides));
 }
 
-// As many of VECTOR columns as there are.
+// Loads up to VECTOR columns; missing ones are 0.
 template <class Element>
 DEVICE void load_columns(Real (&values)[VECTOR], const Element* from, int columns) {
   if constexpr (!WIDE) {
@@ -74,7 +74,7 @@ DEVICE void store_columns(Element* to, const Real (&values)[VECTOR], int columns
   }
 }
 
-// What is no number or infinite counts whole, however small its weight.
+// A NaN or an infinity is added unweighted, however small its weight.
 DEVICE Real add_weighted(Real sum, Real weight, Real value) {
   return value - value == Real(0) ? sum + weight * value : sum + value;
 }

@@ -3,13 +3,13 @@
 //   accumulator e of block b    query 2t + e % 2 of the block, key g + 8 * (e / 2) of 16     (g = lane / 4, t = lane % 4)
 //
 // Philox draws for four neighbouring keys of a query at a time, which four lanes with the same t hold. Each of the four
-// draws for one e and hands the words round, so that no draw is made twice.
+// draws for one e and passes the words on, so that no draw is made twice.
 #pragma once
 
 #include "common/philox.cuh"
 
-// Bit 4 * block + e is set where that probability is kept. first_row: of the first block, first_key: of the 16. thread:
-// in the block.
+// Bit 4 * block + e is set if that probability is kept. first_row: of the first block, first_key: of the 16. thread: in
+// the block.
 template <int BLOCKS>
 DEVICE uint32_t kept_probabilities(const Dropout& dropout, int first_row, int first_key, int thread = int(threadIdx.x)) {
   static_assert(BLOCKS <= 8, "four bits a block");
@@ -31,7 +31,7 @@ DEVICE uint32_t kept_probabilities(const Dropout& dropout, int first_row, int fi
     const int row = first_row + 8 * block + lane % 4 * 2 + mine % 2;
     PhiloxWords drawn_words = dropout.draws(row, group);
     uint32_t(&word)[4] = drawn_words.word;
-    // After this, word[i] is what the lane at distance i is owed; selects keep the words in registers.
+    // After this, word[i] is what the lane at distance i needs; selects keep the words in registers.
     const auto exchange = [&](bool swap, int a, int b) {
       const uint32_t low = swap ? word[b] : word[a], high = swap ? word[a] : word[b];
       word[a] = low;

@@ -1,8 +1,8 @@
 // Infinities and NaN among the values of a tile that not all rows see whole.
 //
-// A row's weight of a key that it does not see is 0, and 0 * NaN is NaN: through the product O = P V such a value would
-// reach rows that must not know of it. So where a tile with a mask holds one, its rows get it by hand, each if it sees
-// the key, and the product is taken without it. Values that no row of the block sees are not even read.
+// A row's weight of a key that it does not see is 0, and 0 * NaN is NaN: the product O = P V would spread such a value
+// to rows that do not see it. So if a tile with a mask has one, the product leaves it out, and it is added separately
+// to the rows that see its key. Values that no row of the block sees are not even read.
 #pragma once
 
 #include "mma/tile.cuh"
@@ -24,7 +24,7 @@ DEVICE uint32_t nonfinite_bits(e4m3_t, uint32_t word) { return nonfinite_bytes<0
 DEVICE uint32_t nonfinite_bits(e5m2_t, uint32_t word) { return nonfinite_bytes<0x04040404u>(word); }
 DEVICE uint32_t nonfinite_bits(float, uint32_t word) { return (word & 0x7f800000u) == 0x7f800000u ? ~0u : 0; }
 
-// Puts zeros in the place of those that this thread copied. True if there were any.
+// Sets those that this thread copied to 0. True if there were any.
 template <class Element, int THREADS, class Tile>
 DEVICE bool clear_nonfinite(const Tile& tile) {
   using Mine = Share<Tile, THREADS>;

@@ -9,8 +9,8 @@
 
 #include "mma/fragments.cuh"
 
-// The lanes' addresses are lane_of_a's and lane_of_b's. UNROLL: steps at a time. Unrolled whole, ptxas loads so many
-// fragments ahead that it spills.
+// The lanes' addresses are lane_of_a's and lane_of_b's. UNROLL: steps at a time. If the loop is unrolled whole, ptxas
+// loads so many fragments ahead that it spills.
 template <class A, class B, int UNROLL, int ROWS, int BLOCKS>
 DEVICE void multiply_rows(float (&d)[ROWS][BLOCKS][4], const LaneAddress& a_lane, const LaneAddress& b_lane) {
 #pragma unroll UNROLL

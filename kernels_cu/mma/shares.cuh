@@ -1,8 +1,8 @@
 // How the warps of a block share a product's columns, and how scores pass between warps through shared memory.
 //
-// A tile's chunks of 16 bytes come in groups whose places are XORed (mma/tile.cuh). A lane reaches the chunks of a group
-// by constant offsets only where its first one shares no bit with them, so each of PARTS warps takes the same part of
-// every group, and where there are more warps than parts, every so many groups:
+// A tile's chunks of 16 bytes come in groups whose places are XORed (mma/tile.cuh). A lane reaches the chunks of a
+// group by constant offsets only if its first one shares no bit with them. So each of PARTS warps takes the same part
+// of every group, or with more warps than parts, of every STRIDE-th group:
 //
 //   64 columns of 16 bits, two warps       | 0 1 2 3 | 4 5 6 7 |      | = part, number = chunk
 //                                            warp 0    warp 1

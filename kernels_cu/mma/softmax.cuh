@@ -7,29 +7,29 @@
 //     row g + 8    s[block][2..3]   | s s | s s | s s | s s | s s ..     together: they share the rows' maxima
 //
 // Weights are 2^(s * factor - base), base = maximum * factor: one multiply-add and one ex2 each. The factor is to_log2.
-// Where only the scale stands between the product and the score, to_log2 carries it and the maxima are those of the plain
+// If only the scale lies between the product and the score, to_log2 includes it and the maxima are those of the plain
 // products.
 //
-// A base is a number of its own, rounded: what was summed relative to the last one is multiplied by 2^(last - base),
-// which is 1 exactly where the maximum stays. Were either of them a product that the compiler may fuse into that
-// difference, the correction would be 2^(what rounding took off), and an error of it for each tile of keys.
+// A base is rounded to a float of its own. Earlier sums are multiplied by 2^(last base - base), which is exactly 1 if
+// the maximum stays. If either base were a product that the compiler may fuse into that difference, the correction
+// would be 2^(rounding error), an error for each tile of keys.
 //
-// Far maxima, as those of keys that a mask of float's lowest number hides: s * to_log2 is not rounded and its base is, so
-// that the largest weight is 2^(what rounding took off), which is 1 nearly. Far from 0 it is anything from 0 to infinity,
-// and the base itself may overflow. There the factor is a power of two, whose products are exact. It stands for another
-// base of the exponential, which shows in no result: neighbouring floats lie so far apart that a weight is 1 or next to
-// nothing.
+// Far maxima, such as those of keys that a mask of float's lowest number hides: s * to_log2 is not rounded and its base
+// is, so the largest weight is 2^(rounding error), which is nearly 1. Far from 0 it is anything from 0 to infinity, and
+// the base itself may overflow. So there the factor is a power of two, whose products are exact. It amounts to another
+// base of the exponential, which changes no result: neighbouring floats lie so far apart that a weight is 1 or almost
+// 0.
 //
-// A power above to_log2 keeps bases in the order of their maxima. Times float's lowest number, which a mask may add to all
-// of a row's scores, it would overflow: where LOW_SCORES, it is below, and the last base is computed again with the new
-// factor.
+// A power above to_log2 keeps bases in the order of their maxima. But it overflows times float's lowest number, which a
+// mask may add to all of a row's scores. So if LOW_SCORES, the power is below to_log2, and the last base is computed
+// again with the new factor.
 #pragma once
 
 #include "common/params.cuh"
 #include "common/philox.cuh"
 #include "common/score.cuh"
 
-// Descales may be 0 or negative, which maxima of plain products would not survive.
+// Descales may be 0 or negative, for which maxima of plain products are wrong.
 constexpr bool SCALE_ONLY = !SOFTCAP && !ALIBI && !BIAS && !SCORE_MOD && !DESCALES;
 constexpr bool LOW_SCORES = ALIBI || SCORE_MOD || (BIAS && !BIAS_HIDES);
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -37,8 +37,8 @@ constexpr float LN_2 = 0.6931471805599453f;
 constexpr float LOWEST = -0x1.fffffep127f;
 constexpr uint32_t ALL_LANES = 0xffffffffu;
 
-// The largest weight of a row is 2^WEIGHT_EXPONENT: of e4m3's range, 2^-9 to 448, weights would leave the upper half
-// unused, and those below 2^-10 would be 0.
+// The largest weight of a row is 2^WEIGHT_EXPONENT. With 1, weights would leave the upper half of e4m3's range, 2^-9 to
+// 448, unused, and those below 2^-10 would be 0.
 constexpr bool NARROW_WEIGHTS = sizeof(ELEMENT) == 1;
 constexpr float WEIGHT_EXPONENT = NARROW_WEIGHTS ? 8.0f : 0.0f;
 // 2^23 and 2^27. Rounding takes 2^-24 off a base at most: weights stay within their type's range.
@@ -49,10 +49,10 @@ constexpr float STEEP = 0x1p95f;
 // From scores, or the products that stand for them, to exponents of 2.
 struct Exponents {
   float scale;  // of products; 1 of scores
-  float steep;  // and this, where a slope of ALiBi that was cut off leads to STEEP scores
+  float steep;  // and this, if a slope of ALiBi that was cut off leads to STEEP scores
   float to_log2;
   float power;   // of two, next to to_log2
-  float far;     // maxima of a greater magnitude have it as their factor
+  float far;     // maxima of a greater magnitude have `power` as their factor
   float lowest;  // the maximum of no scores: its base is finite
 
   __device__ __forceinline__ float factor(float m) const { return fabsf(m) > far ? power : to_log2; }
@@ -61,7 +61,7 @@ struct Exponents {
   }
 };
 
-// scale: above 0. Of one that is not finite, weights are as good as any: `row_sum` makes NaN of them.
+// scale: above 0. If it is not finite, any weights will do, because `row_sum` makes NaN of them.
 DEVICE Exponents exponents_of(float scale) {
   const float to_log2 = DESCALES && scale - scale != 0.0f ? 1.0f : scale * LOG2_E;
   constexpr uint32_t ONE = 127u << 23, GREATEST = 253u << 23;  // the bits of 1 and 2^126
@@ -86,8 +86,8 @@ struct SoftmaxRow {
   float base;      // of m
   float l = 0.0f;  // running sum of the weights of this lane's keys
 
-  // Takes the largest of a lane's new scores in, which are the row's first if FIRST. Weights are 2^(s * factor - what it
-  // returns) from here on; what was summed before is to be multiplied by `correction`.
+  // Updates the maximum with the largest of a lane's new scores, which are the row's first if FIRST. From then on
+  // weights are 2^(s * factor - the returned base), and earlier sums must be multiplied by `correction`.
   template <bool FIRST = false>
   __device__ __forceinline__ float raise(float largest, const Exponents& exponents, float& factor, float& correction) {
     const float last = m;
@@ -110,7 +110,7 @@ DEVICE void start(SoftmaxRow (&rows)[2], const Exponents& exponents) {
 }
 
 // Drops weights of rows `row` and `row_below` (8 further), keys first_key + 8 * block + 2t and the next. Philox draws
-// for four keys at a time, which two lanes share: each draws for one of the rows and hands half of the words over.
+// for four keys at a time, which two lanes share: each draws for one of the rows and passes half of the words on.
 template <int BLOCKS>
 DEVICE void drop(const Dropout& dropout, float (&p)[BLOCKS][4], int row, int row_below, int first_key) {
 #if POSITIONS
@@ -170,18 +170,18 @@ DEVICE uint32_t kept_in_block(const Dropout& dropout, int row, int row_below, in
   return kept;
 }
 
-// The sum of a row's e^score, as sum * e^top: 0 and -inf of no key.
+// The sum of a row's e^score, as sum * e^top. Without keys 0 and -inf.
 struct RowSum {
   float top, sum;
 };
 
-// Of weights whose maximum is m and whose sum is l. unit: what a weight of 1 is of e^top.
+// From weights whose maximum is m and whose sum is l. unit: what a weight of 1 is of e^top.
 DEVICE RowSum row_sum(float m, float l, const Exponents& exponents, float& unit) {
   const float factor = exponents.factor(m);
   unit = ptx::ex2(fmaf(-m, factor, exponents.base(m, factor)));
   if (l == 0.0f && m == exponents.lowest) return {-INFINITY, 0.0f};
   const float scale = exponents.scale * (ALIBI && fabsf(m) > 0.5f * STEEP ? exponents.steep : 1.0f);
-  return {m * scale, DESCALES ? fmaf(scale, 0.0f, l * unit) : l * unit};  // NaN of a scale that is not finite
+  return {m * scale, DESCALES ? fmaf(scale, 0.0f, l * unit) : l * unit};  // NaN if the scale is not finite
 }
 
 struct RowResult {
@@ -190,8 +190,8 @@ struct RowResult {
   float largest, sum;  // lse = largest + log(sum), see common/row_stats.cuh
 };
 
-// What comes of a row: the learned sink, a key without a value, is taken in, then the logarithm. Differences come before
-// products, which may overflow.
+// The results of a row, the learned sink included, which is a key without a value. Differences come before products,
+// which may overflow.
 DEVICE RowResult finish_sum(const RowSum& row, float sink) {
   float correction = 1.0f, top = row.top, sum = row.sum;
   if constexpr (SINKS) {

@@ -1,11 +1,11 @@
-// The softmax of a tile of scores in accumulators, and what it makes of the output so far. mma/softmax.cuh has the rows.
+// The softmax of a tile of scores in accumulators, and the rescaling of the output. mma/softmax.cuh has the rows.
 #pragma once
 
 #include "mma/fragments.cuh"
 #include "mma/softmax.cuh"
 
-// Products to weights for one half (rows g or g + 8) of 16 rows. score(x, column): what enters the softmax in the place
-// of product x; column: of the tile. Returns what O is to be multiplied by.
+// Products to weights for one half (rows g or g + 8) of 16 rows. score(x, column): what enters the softmax in place of
+// product x; column: of the tile. Returns the factor that O must be multiplied by.
 template <int KEY_BLOCKS, class ScoreOf>
 DEVICE float softmax_tile(float (&s)[KEY_BLOCKS][4], SoftmaxRow& softmax, const Exponents& exponents, int half,
                           ScoreOf score) {
@@ -32,7 +32,7 @@ DEVICE float softmax_tile(float (&s)[KEY_BLOCKS][4], SoftmaxRow& softmax, const 
   return correction;
 }
 
-// The r-th 16 rows of O relative to the new maxima. Most tiles raise no maximum, and multiplying by one changes no bits.
+// Rescales the r-th 16 rows of O. Most tiles raise no maximum, and multiplying by one changes no bits.
 template <int COLUMN_BLOCKS, int ROWS>
 DEVICE void rescale(float (&o)[COLUMN_BLOCKS][ROWS][4], int r, const float (&correction)[2]) {
   if (!__any_sync(ALL_LANES, correction[0] != 1.0f || correction[1] != 1.0f)) return;

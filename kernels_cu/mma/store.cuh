@@ -3,7 +3,7 @@
 
 #include "common/params.cuh"
 
-// Two neighbouring elements of a row, in one store where the row's place allows it.
+// Stores two neighbouring elements of a row, in one store if the row is aligned for it.
 template <class Element>
 DEVICE void store_pair(Element* out, float low, float high, bool whole) {
   struct alignas(2 * sizeof(Element)) Pair {

@@ -51,7 +51,7 @@ struct Tile {
   }
 };
 
-// Rows of an operand in global memory. Where the rows do not all begin at multiples of 16 bytes, cp.async cannot take
+// Rows of an operand in global memory. If the rows do not all begin at multiples of 16 bytes, cp.async cannot take
 // them.
 template <class Element>
 struct RowSource {
@@ -66,7 +66,7 @@ DEVICE RowSource<Element> row_source(const Element* rows, int64_t stride) {
   return {rows, stride, aligned};
 }
 
-// Sixteen bytes of elements that may lie anywhere.
+// Loads sixteen bytes of elements of any alignment.
 template <class Element>
 DEVICE void gather(uint32_t (&words)[4], const Element* elements) {
   constexpr int PER_WORD = 4 / sizeof(Element);
@@ -104,7 +104,7 @@ struct Share {
   }
 };
 
-// Starts copying the tile's rows, and zeros where wanted(row) is false and past the last column: nothing is read there.
+// Starts copying the tile's rows. Zeros if wanted(row) is false and past the last column, where nothing is read.
 template <int THREADS, class Tile, class Element, class Wanted>
 DEVICE void copy_rows(const Tile& tile, const RowSource<Element>& source, Wanted wanted) {
   using Mine = Share<Tile, THREADS>;

@@ -16,7 +16,7 @@ WRAPPER int load_acquire(const int* pointer) {
 WRAPPER void store_release(int* pointer, int v) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(pointer), "r"(v) : "memory");
 }
-// Adds, returns the old value, and is both: the last of n arrivals sees what the others wrote.
+// Adds and returns the old value, with both orders: the last of n arrivals sees what the others wrote.
 WRAPPER int atomic_add_acq_rel(int* pointer, int v) {
   int old;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(old) : "l"(pointer), "r"(v) : "memory");

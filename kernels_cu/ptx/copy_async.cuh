@@ -7,7 +7,7 @@
 namespace ptx {
 
 // Copies the first `valid` of BYTES bytes and writes zeros for the rest; with valid 0 the source is not read. Both
-// addresses are multiples of BYTES. 16-byte copies pass L1 by.
+// addresses are multiples of BYTES. 16-byte copies bypass L1.
 template <int BYTES>
 WRAPPER void cp_async(uint32_t destination, const void* source, int valid = BYTES) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");

@@ -37,6 +37,6 @@ WRAPPER double tanh_of(double x) { return tanh(x); }
 WRAPPER float sinpi_of(float x) { return sinpif(x); }
 WRAPPER float cospi_of(float x) { return cospif(x); }
 
-// The larger of two, and the number where one of them is NaN.
+// The larger of two, or the number if one of them is NaN.
 WRAPPER float max_of(float a, float b) { return fmaxf(a, b); }
 WRAPPER double max_of(double a, double b) { return fmax(a, b); }

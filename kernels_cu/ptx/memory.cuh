@@ -50,7 +50,7 @@ WRAPPER void store_shared_v4(uint32_t address, const uint32_t (&v)[4]) {
 }
 
 // ---- global memory, 16 bytes at an address that is a multiple of 16
-// Read-only data that no other thread of the launch writes; it passes L1 by, for streams read once.
+// Read-only data that no other thread of the launch writes. It bypasses L1, for streams read once.
 WRAPPER void load_global_v4(uint32_t (&v)[4], const void* pointer) {
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])

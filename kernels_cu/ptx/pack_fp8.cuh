@@ -1,5 +1,5 @@
 // Four floats rounded to nearest even and packed into a word of 8-bit floats (sm_89), the first in the lowest byte:
-// operands of the 8-bit products. What is larger than the largest becomes the largest, a NaN the NaN without a sign.
+// operands of the 8-bit products. Too large numbers become the largest, and NaN the NaN without a sign.
 #pragma once
 
 #include "ptx/convert.cuh"

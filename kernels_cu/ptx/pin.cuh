@@ -1,4 +1,4 @@
-// Pins values to a place in the code that compilers would else move, or compute again.
+// Pins values to a place in the code that compilers would otherwise move, or compute again.
 #pragma once
 
 #include "ptx/types.cuh"

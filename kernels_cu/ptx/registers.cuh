@@ -1,5 +1,5 @@
-// Moving registers between warpgroups (sm_90a). Every warp of the warpgroup executes it. The kernel needs
-// __launch_bounds__(threads, 1), or ptxas ignores it (note C7508).
+// Moving registers between warpgroups (sm_90a). Every warp of the warpgroup executes it. Without
+// __launch_bounds__(threads, 1) of the kernel, ptxas ignores it (note C7508).
 #pragma once
 
 #include "ptx/types.cuh"

@@ -24,19 +24,19 @@ typedef unsigned long uint64_t;
 #ifndef NAN
 #define NAN __int_as_float(0x7fffffff)
 #endif
-// Dynamic shared memory, 1024-byte aligned: what the 128-byte swizzle, TMA and wgmma need.
+// Dynamic shared memory, 1024-byte aligned as the 128-byte swizzle, TMA and wgmma need.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
 #endif
 
 // Every helper function of a kernel: inlined, private to its file.
 #define DEVICE static __device__ __forceinline__
-// In a kernel whose arithmetic is little: the emulated device builds it with few optimisations, in half the time.
+// For a kernel with little arithmetic: the emulated device builds it with few optimisations, in half the time.
 #ifdef GPU_ACTORS_EMULATED
 #define LITTLE_ARITHMETIC _Pragma("gpu_actors little_arithmetic")
 #else
 #define LITTLE_ARITHMETIC
 #endif
-// A wrapper of an instruction. The emulated device inlines these alone, so that a fault names the line behind them.
+// A wrapper of an instruction. The emulated device inlines only these, so that a fault names the line that calls them.
 #ifdef GPU_ACTORS_EMULATED
 #define WRAPPER static inline __attribute__((always_inline))
 #else

@@ -10,7 +10,7 @@
 #include "ptx/pin.cuh"
 #include "ptx/wgmma_sizes.cuh"
 
-// A kernel that multiplies by multiples of 16 or 32 alone says so before its first include, and compiles faster.
+// A kernel that multiplies only by multiples of 16 or 32 says so before its first include, and compiles faster.
 #ifndef PTX_WGMMA_STEP
 #define PTX_WGMMA_STEP 8
 #endif
@@ -98,7 +98,7 @@ WRAPPER constexpr bool wgmma_exists() {
          (E == Element::f16 || E == Element::bf16 || (!TRANS_A && !TRANS_B));
 }
 
-// d = a b, plus d where accumulate: a 64 x K, b K x N, both by descriptor. TRANS_A, TRANS_B: that operand is MN-major
+// d = a b, plus d if accumulate: a 64 x K, b K x N, both by descriptor. TRANS_A, TRANS_B: that operand is MN-major
 // (16-bit elements only).
 template <int N, Element E, bool TRANS_A = false, bool TRANS_B = false>
 WRAPPER void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
@@ -106,7 +106,7 @@ WRAPPER void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate
   wgmma_ss_sized<E, TRANS_A, TRANS_B>(WgmmaSize<N>{}, d, a, b, accumulate);
 }
 
-// The same with a in registers, laid out like the A fragment of mma (ptx/mma.cuh) for the warp's 16 rows. B: of b, where
+// The same with a in registers, laid out like the A fragment of mma (ptx/mma.cuh) for the warp's 16 rows. B: of b, if
 // it is not a's: e5m2 beside e4m3.
 template <int N, Element E, bool TRANS_B = false, Element B = E>
 WRAPPER void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
