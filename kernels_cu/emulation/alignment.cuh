@@ -1,5 +1,5 @@
-// Plain accesses: g++ and clang++ check each (-fsanitize=alignment), and call this where its type allows no such address.
-// A GPU ends the launch there with error 716, and the context is lost.
+// Plain accesses: g++ and clang++ check each (-fsanitize=alignment), and call this if its type does not allow the
+// address. A GPU then ends the launch with error 716, and the context is lost.
 #pragma once
 
 #include "emulation/shared_memory.cuh"

@@ -1,6 +1,6 @@
-// How far a function that the hardware approximates may be from the truth. With Arithmetic::nearest it is what the host's
-// mathematical library makes of it, a float next to the truth. With Arithmetic::hardware it errs by any amount that its
-// documentation allows, chosen by the launch's seed, and by the same amount wherever the operand is the same.
+// How far a function that the hardware approximates may be from the exact result. With Arithmetic::nearest it is the
+// result of the host's mathematical library, a float next to the exact one. With Arithmetic::hardware it deviates by
+// any amount that its documentation allows, chosen by the launch's seed and the same for equal operands.
 #pragma once
 
 #include "emulation/calls.cuh"
@@ -17,7 +17,7 @@ float drawn_within_ulps(double exact, int ulps, float operand, uint32_t function
 inline float within(double exact, double distance, float operand, uint32_t function) {
   return like_hardware() ? drawn_within(exact, distance, operand, function) : static_cast<float>(exact);
 }
-// NVIDIA counts ulps from the correctly rounded result: that float, or one up to `ulps` floats from it. Zeros are exact, too.
+// NVIDIA counts ulps from the correctly rounded result: that float, or one up to `ulps` floats away. Zeros are exact.
 inline float within_ulps(double exact, int ulps, float operand, uint32_t function) {
   return like_hardware() ? drawn_within_ulps(exact, ulps, operand, function) : static_cast<float>(exact);
 }

@@ -9,7 +9,7 @@
 namespace emulation {
 
 // ---- loads
-// The destination is poisoned at once; the data lands when nothing else can run (late), at once, or at random.
+// The destination is poisoned at once; the data lands when nothing else can run (late), at once (eager), or at random.
 inline void deliver(const InFlight& load);
 
 inline void send(InFlight& load) {

@@ -1,4 +1,4 @@
-// What a kernel's own unit sees of the emulation besides its state: the calls into the executor, which is compiled once.
+// What a kernel's own unit uses of the emulation besides its state: calls into the executor, which is compiled once.
 #pragma once
 
 #include "emulation/state.cuh"
@@ -15,11 +15,11 @@ inline unsigned char* dynamic_shared() { return reinterpret_cast<unsigned char*>
 // Reports a fault of the running thread and ends the launch (fiber.cuh).
 [[noreturn]] __attribute__((format(printf, 2, 3), noinline)) void fail(const char* what, const char* format, ...);
 
-// One round of a loop that polls memory: everything else, other blocks included, gets a turn (scheduler.cuh).
+// One round of a loop that polls memory: all others, other blocks included, get a turn (scheduler.cuh).
 void poll();
 
 // ---- passed_words.cuh
-void fence_memory(bool for_other_blocks);  // __threadfence and its kin
+void fence_memory(bool for_other_blocks);  // __threadfence and similar
 void note_atomic(const void* at, bool is_over);  // before and after it changes a word
 
 // ---- collective.cuh

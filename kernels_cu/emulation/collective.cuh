@@ -101,7 +101,7 @@ int count_votes(bool vote) {
   return votes;
 }
 
-// 2 GHz. A loop over it gives way: on a GPU all threads of a block wait at once.
+// 2 GHz. A loop over it lets other threads run, because on a GPU all threads of a block wait at once.
 long long read_clock() {
   timespec t{0, 20000};
   if (self().linear == 0) nanosleep(&t, nullptr);

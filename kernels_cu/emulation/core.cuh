@@ -1,4 +1,4 @@
-// Ground floor of the emulation: C headers only (no C++ runtime is linked), a growable list, random numbers, limits.
+// The base of the emulation: C headers only (no C++ runtime is linked), a growable list, random numbers, limits.
 // Every kernel's own unit reads this, so it includes little: system.cuh is for the executor.
 #pragma once
 

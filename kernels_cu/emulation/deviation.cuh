@@ -1,4 +1,4 @@
-// By how much a function errs that the hardware approximates: approximation.cuh.
+// The errors of functions that the hardware approximates: approximation.cuh.
 #pragma once
 
 #include "emulation/approximation.cuh"

@@ -1,4 +1,4 @@
-// Fibers: each CUDA thread has a stack of its own and gives way only inside the emulation's functions.
+// Fibers: each CUDA thread has its own stack and yields only inside the emulation's functions.
 // x86-64 switches with a dozen instructions (a call-preserved register set and the stack pointer); other processors, or
 // -DGPU_ACTORS_UCONTEXT, use ucontext.
 #pragma once
@@ -18,7 +18,7 @@ namespace emulation {
 struct Launch;
 struct PassedWords;  // passed_words.cuh
 
-// Whom a fault is blamed on: another than the running thread, where that thread acts for it. thread -1: the running one.
+// The thread that a fault is blamed on, if the running thread acts for another one. thread -1: the running one.
 struct Blamed {
   int thread;
   const void* issued;  // Fiber::statement, null: the running thread's own calls tell
@@ -46,7 +46,7 @@ struct Worker {
   Fault fault;
 };
 
-// Holds a lock that workers share. A signal that would end the block meanwhile comes to nothing, and is sent again.
+// Holds a lock that workers share. A signal that would end the block meanwhile has no effect, and is sent again.
 struct Locked {
   Worker& worker;
   pthread_mutex_t& lock;
@@ -94,7 +94,7 @@ inline void prepare_context(Fiber& fiber, void (*main)()) {
 }
 #endif
 
-// Ends the block from inside a fiber: the worker goes on behind the switch that started it.
+// Ends the block from inside a fiber: the worker continues after the switch that started it.
 [[noreturn]] inline void leave_block(Block& block) {
   void* unused;
   block.current = nullptr;
@@ -112,7 +112,7 @@ inline uint64_t offset_in_module(const void* code) {
 }
 
 // Notes the calls on the stack in use. interrupted: the instruction that a signal interrupted, whose frames come after
-// those of the handler; else null. A kernel that has overwritten its stack leaves what was found until then: nothing.
+// those of the handler; else null. If a kernel has overwritten its stack, none of its frames is noted.
 inline void note_calls(Worker& worker, const void* interrupted) {
   Fault& fault = worker.fault;
   void* found[MAX_FRAMES + 16];
@@ -129,8 +129,8 @@ inline void note_calls(Worker& worker, const void* interrupted) {
     if (const uint64_t offset = offset_in_module(found[i])) fault.frames[fault.frame_count++] = offset;
 }
 
-// What follows is done for another thread, whose statement `issued` began it; or the running thread's (-1) own work is
-// about a statement of before.
+// The following work is done for another thread, whose statement `issued` began it, or, with thread -1, for an earlier
+// statement of the running thread.
 inline void blame(Block& block, int thread, const void* issued) { block.worker->blamed = {thread, issued}; }
 inline void blame_running(Block& block) { block.worker->blamed = {-1, nullptr}; }
 
@@ -162,7 +162,7 @@ inline void describe_fault(Worker& worker, const char* what, const Fiber* fiber,
   leave_block(*fiber.block);
 }
 
-// The same, with the address in global memory that is at fault: the caller of the launch names its buffer.
+// The same, with the address in global memory that is at fault. The caller of the launch names its buffer.
 [[noreturn]] inline void fail_at(const char* what, const void* address, const char* operation, size_t bytes) {
   Fiber& fiber = self();
   Worker& worker = *fiber.block->worker;

@@ -17,8 +17,8 @@ inline float float_of(uint32_t bits) {
   return f;
 }
 
-// A format with `fraction` fraction bits below its exponent, shifted to float's place and scaled to float's bias: that
-// covers subnormals. `special`: magnitudes from here on are infinities and NaNs.
+// f16 is shifted to float's place and scaled to float's bias, which covers subnormals. `special`: the bits if it is an
+// infinity or a NaN.
 inline float from_f16(uint32_t h) {
   uint32_t magnitude = (h & 0x7FFF) << 13, sign = (h & 0x8000) << 16;
   uint32_t scaled = __float_as_uint(float_of(magnitude) * 0x1p112f);
@@ -60,7 +60,7 @@ inline uint8_t to_e4m3(float value) {
   return static_cast<uint8_t>(sign | ((bits + 0x7FFFF + (bits >> 20 & 1) - 0x3C000000u) >> 20));
 }
 
-// count elements that lie one after the other.
+// Decodes `count` consecutive elements.
 inline void decode(Element e, const void* bits, int count, float* out) {
   const uint8_t* bytes = static_cast<const uint8_t*>(bits);
   const uint16_t* halves = static_cast<const uint16_t*>(bits);

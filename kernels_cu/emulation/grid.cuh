@@ -32,8 +32,8 @@ inline timespec after(double seconds) {
   return t;
 }
 
-// Waits for the workers; past the limit it first asks them to stop where they give way, then sends a signal.
-// Whether they all came to their own end.
+// Waits for the workers. Past the limit it first asks them to stop when they yield, then sends a signal. Returns
+// whether all came to their own end.
 inline bool supervise(Launch& launch) {
   pthread_mutex_lock(&launch.lock);
   timespec until = after(launch.request->limit_seconds);
@@ -70,7 +70,7 @@ inline Launch* start_launch(Request& request, void (*call)(void*, void* const*),
   pthread_cond_init(&launch->done, &attributes);
   pthread_condattr_destroy(&attributes);
   void* loaded;
-  backtrace(&loaded, 1);  // loads what unwinds stacks, which a signal handler may not
+  backtrace(&loaded, 1);  // loads the unwinder, which a signal handler must not load
   active_launch = launch;
   signal_actions.install();
   for (uint32_t i = 0; i < launch->worker_count; i++) {

@@ -1,5 +1,5 @@
-// CUDA's built-in arithmetic functions and atomics. Approximate ones (__expf ...) are computed accurately here: their
-// last bits differ from a GPU's.
+// CUDA's built-in arithmetic functions and atomics. Approximate ones (__expf ...) are accurate here, unless
+// Arithmetic::hardware makes them deviate: their last bits differ from a GPU's.
 #pragma once
 
 template <class T>
@@ -101,8 +101,8 @@ inline double min(double a, double b) { return fmin(a, b); }
 inline double max(double a, double b) { return fmax(a, b); }
 
 // ---- floats
-// A number that the compiler knows nothing of: these additions and products are never fused with others, whatever
-// -ffp-contract says.
+// A number that the compiler knows nothing about, so that these additions and products are never fused with others,
+// whatever -ffp-contract says.
 inline float opaque(float a) {
   __asm__("" : "+m"(a));
   return a;

@@ -9,7 +9,7 @@
 #define __host__
 #define __constant__ static const
 #define __shared__ static thread_local
-// What is not inlined is compiled once. The compiler fuses no product with a sum in another function.
+// A function that is not inlined is compiled once. The compiler fuses no product with a sum in another function.
 #ifdef GPU_ACTORS_CONTRACTION
 #define __forceinline__ inline __attribute__((always_inline))
 #else
@@ -56,7 +56,7 @@ static inline uint3 make_uint3(unsigned int x, unsigned int y, unsigned int z) {
 static inline uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned int w) { return {x, y, z, w}; }
 
 // ---- built-in variables
-// Macros of names that no kernel's own macro has: what they stand for is expanded in the kernel.
+// The macros are expanded in the kernel, so they use names that no macro of a kernel has.
 inline auto& gpu_actors_thread_index() { return emulation::self().index; }
 inline auto& gpu_actors_block_index() { return emulation::self().block->index; }
 inline auto& gpu_actors_block_dim() { return emulation::self().block->dim; }

@@ -1,4 +1,4 @@
-// Makes kernels callable with arguments given by address. What runs them is in the executor (executor.cuh).
+// Makes kernels callable with arguments given by address. The executor runs them (executor.cuh).
 #pragma once
 
 #include "emulation/state.cuh"
@@ -44,7 +44,7 @@ inline int gpu_actors_launch(gpu_actors_request* request, Kernel kernel) {
   return emulation::launch_kernel(*request, kernel);
 }
 
-// Expanded behind the kernel, in names that no macro of its own has.
+// Expanded after the kernel, with names that none of its macros has.
 #define GPU_ACTORS_ENTRY(name)                                                                                  \
   extern "C" __attribute__((__visibility__("default"))) int gpu_actors_launch_##name(gpu_actors_request* gpu_actors_r) { \
     return gpu_actors_launch(gpu_actors_r, name);                                                               \

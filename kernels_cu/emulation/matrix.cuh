@@ -23,7 +23,7 @@ inline void hold(uint16_t (&m)[8][8], int l, bool transposed, uint32_t bits) {
   (transposed ? m[j + 1][i] : m[i][j + 1]) = static_cast<uint16_t>(bits >> 16);
 }
 
-// What follows is done for that lane of the warp.
+// The following work is done for that lane of the warp.
 inline void blame_lane(int lane) {
   const Fiber& fiber = self();
   if (lane == fiber.lane) return blame_running(*fiber.block);

@@ -1,5 +1,5 @@
-// mbarriers. The state lives outside shared memory; the object's 8 bytes hold a tag, so that an
-// overwritten or uninitialised mbarrier shows.
+// mbarriers. The state lives outside shared memory; the object's 8 bytes hold a tag, so that an overwritten or
+// uninitialised mbarrier is noticed.
 #pragma once
 
 #include "emulation/collective.cuh"

@@ -1,10 +1,10 @@
 // What orders the accesses of a warp's lanes to shared memory: __syncwarp, barriers, and the release and acquire of
 // mbarriers and of global memory (PTX ISA 8.9, 9.7.13). ldmatrix, stmatrix, shuffles, votes and products bring lanes
-// together and order nothing. An access that another lane's conflicts with, and that nothing orders, is a race, whatever
-// the schedule has made of it.
+// together and order nothing. An access that conflicts with another lane's, and that nothing orders, is a race,
+// whatever the schedule has made of it.
 //
-// Time is the warp's own and moves on where lanes release what they did. What a lane has released to anyone counts as
-// released to all of its warp, so that orders which go through other warps need not be followed.
+// Each warp has its own time, which advances when lanes release what they did. What a lane has released to anyone
+// counts as released to all of its warp, so that orders which go through other warps need not be followed.
 #pragma once
 
 #include "emulation/scheduler.cuh"
@@ -58,7 +58,7 @@ inline void acquire_lane(Block& block, int thread) {
   for (int lane = 0; lane < 32; lane++) known[lane] = upper(known[lane], order.released[lane]);
 }
 
-// Of all lanes, which are at one instruction.
+// For all lanes, which are at one instruction.
 inline void release_warp(LaneOrder& order) {
   for (uint32_t& released : order.released) released = order.time;
   pass_time(order);
@@ -157,7 +157,7 @@ inline void note_read(Block& block, int warp, uint32_t lanes, bool collective, u
   const Touching<WORDS> t = touching<WORDS>(block, warp, lanes, collective, address);
   if (t.any_recent(t.wrote))
     for (uint32_t i = 0; i < WORDS; i++) {
-      // What a lane wrote itself, if others wrote the same beside it, is as it knows it.
+      // A lane knows what it wrote itself, even if others wrote the same beside it.
       if (is_collective(t.wrote[i]) || !(lanes_of(t.wrote[i]) & lanes) || collective)
         check_ordered(t.order, warp, t.wrote[i], lanes, false, true, address, what);
     }
@@ -199,13 +199,13 @@ inline void note_write(Block& block, int warp, uint32_t lanes, bool collective, 
   else if (bytes == 4) note_write<1>(block, warp, lanes, collective, address, from, to, what);
 }
 
-// What a lane began to write earlier is there.
+// Notes that an earlier write of a lane has landed.
 inline void note_landing(Block& block, int thread, uint32_t address, uint32_t bytes) {
   const Touching<1> t = touching<1>(block, thread / 32, 1u << thread % 32, false, address);
   for (uint32_t i = 0; i < bytes / 4; i++) t.wrote[i] = t.mine;
 }
 
-// Threads that have read what the async proxy is about to overwrite, of any warp, must have released that.
+// Threads of any warp that have read what the async proxy is about to overwrite must have released that.
 inline void check_released(const Block& block, uint64_t read, uint32_t address, const char* what) {
   for (uint32_t rest = lanes_of(read); rest; rest &= rest - 1) {
     const int thread = warp_of(read) * 32 + __builtin_ctz(rest);

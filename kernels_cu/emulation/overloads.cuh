@@ -6,7 +6,7 @@
 #include <math.h>
 #include <stddef.h>
 
-// What CUDA C++ has of C's library, as its headers declare it: they are much to parse.
+// The part of C's library that CUDA C++ has, declared here because its headers take long to parse.
 #ifdef __THROW
 #define EMULATED_C __THROW
 #else

@@ -1,4 +1,4 @@
-// What a kernel of a user's own takes, so that its arguments are checked before it is launched.
+// The parameters of a user's kernel, so that its arguments are checked before it is launched.
 #pragma once
 
 #include "emulation/launch.cuh"
@@ -20,7 +20,7 @@ inline uint64_t gpu_actors_parameter_bytes(Kernel kernel, uint64_t* bytes) {
   return emulation::parameter_bytes(kernel, bytes);
 }
 
-// Expanded behind the kernel, in names that no macro of its own has.
+// Expanded after the kernel, with names that none of its macros has.
 #define GPU_ACTORS_PARAMETERS(name)                                                                                          \
   extern "C" __attribute__((__visibility__("default"))) uint64_t gpu_actors_parameters_##name(uint64_t* gpu_actors_bytes) { \
     return gpu_actors_parameter_bytes(name, gpu_actors_bytes);                                                               \

@@ -1,6 +1,6 @@
-// Words of global memory by which blocks pass work on to each other. The host's processors order more than a GPU does, so
-// that a plain store in the place of a release would do here. But what an acquire reads was there before the launch, or a
-// release has stored it: another value is a race (PTX ISA 8.8).
+// Words of global memory by which blocks pass work on to each other. The host's processors order more than a GPU does,
+// so a plain store instead of a release would work here. But an acquire must read a value from before the launch, or
+// one that a release has stored: another value is a race (PTX ISA 8.8).
 #pragma once
 
 #include "emulation/order.cuh"
@@ -10,11 +10,11 @@ namespace emulation {
 struct PassedWord {
   const void* at;
   int value;
-  bool unknown;  // atomics of CUDA change it, which may go on with what a release began
+  bool unknown;  // CUDA's atomics change it, which may continue what a release began
 };
 struct PassedWords {
   pthread_mutex_t lock;
-  bool unknown;  // __threadfence makes a release of any store behind it
+  bool unknown;  // after a __threadfence any store may be a release
   int atomics;   // that are changing words now
   List<PassedWord> words[256];
 
@@ -36,7 +36,7 @@ struct PassedWords {
   List<PassedWord>& list_of(const void* at) { return words[reinterpret_cast<uintptr_t>(at) / 4 % 256]; }
 };
 
-// act(after): returns the word's value, and says what it is behind it.
+// act(after): returns the word's value, and sets `after` to its value afterwards.
 template <class Act>
 inline int pass_word(const int* at, bool acquires, bool releases, const char* what, Act&& act) {
   Block& block = *self().block;

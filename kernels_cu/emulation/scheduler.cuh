@@ -7,7 +7,7 @@ namespace emulation {
 
 bool deliver_one(Block& block);  // delivery.cuh: one load in flight lands; false if there is none
 
-// The time limit of the launch, for everything that comes through here; a signal ends loops that do not.
+// Checks the time limit of the launch. A signal ends loops that do not come here.
 inline void check_time(Block& block) {
   if (__builtin_expect(block.worker->expired, 0))
     fail(kind::time_limit, "the launch ran longer than its %g s (this thread was %s)", block.request->limit_seconds,
@@ -44,8 +44,8 @@ inline Fiber* pick_in_warp(Block& block, int warp, int first_lane) {
   return nullptr;
 }
 
-// One warp runs as far as it can, then the ready warp of the highest priority. A missing barrier shows here: warps
-// drift as far apart as the barriers allow. With `reshuffle` (schedule random) priorities change and warps are
+// One warp runs as far as it can, then the ready warp of the highest priority. This shows a missing barrier, because
+// warps drift as far apart as the barriers allow. With `reshuffle` (schedule random) priorities change and warps are
 // preempted.
 inline Fiber* pick_greedy(Block& block, bool reshuffle) {
   if (block.current && !(reshuffle && block.random.one_in(256)))
@@ -99,7 +99,7 @@ inline int describe_wait(const Block& block, const Fiber& f, char* text, size_t 
                       expected);
 }
 
-// No thread can run and nothing is on its way: says who waits for what.
+// No thread can run and nothing is on its way: reports which threads wait for what.
 [[noreturn]] inline void fail_deadlock(Block& block) {
   for (int i = block.threads - 1; turn_of(self()).state == FiberState::done && i >= 0; i--)
     if (block.turn[i].state == FiberState::blocked) blame(block, i, block.fiber[i]->statement);

@@ -71,7 +71,7 @@ inline uint32_t shared_address_of(const void* pointer) {
   fail(kind::argument, "shared_address: the pointer is not into shared memory");
 }
 
-// The async proxy's view. Static shared variables have one view only: TMA and wgmma have no business there.
+// The async proxy's view. Static shared variables have one view only, because TMA and wgmma should not use them.
 inline char* async_pointer(uint32_t address, uint32_t bytes, const char* what) {
   char* generic = shared_pointer(address, bytes, what);
   if (address >= STATIC_SHARED_BASE) return generic;
@@ -177,8 +177,8 @@ inline uint32_t check_global(const void* pointer, size_t bytes, const char* what
   fail_at(kind::out_of_bounds, pointer, what, bytes);
 }
 
-// ---- global memory has one view. What the block's threads have stored and the async proxy meets must have been carried
-// across: by a fence of the writer, or of a thread that has waited for it.
+// ---- global memory has one view. What the block's threads have stored must be fenced before the async proxy accesses
+// it: by the writer, or by a thread that has waited for the writer.
 inline void note_global_store(const void* pointer, uint32_t bytes, uint32_t buffer) {
   const Fiber& fiber = self();
   Block& block = *fiber.block;

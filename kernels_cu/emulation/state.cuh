@@ -74,8 +74,8 @@ struct InFlight {
 
 enum class FiberState : uint8_t { ready, blocked, done };
 
-// What is asked of a fiber whenever another gives way. Those of a block lie together: a fiber's record is on its stack,
-// and the processor would look up as many pages as there are threads.
+// What the scheduler reads of a fiber at every switch. Those of a block lie together: a fiber's record is on its own
+// stack, and the processor would look up as many pages as there are threads.
 struct Turn {
   const uint64_t* gate;  // blocked until this counter is no longer `seen`
   uint64_t seen;
@@ -92,13 +92,13 @@ struct Fiber {
   uint3 index;
   int linear, warp, lane;
   const char* waits_for;
-  int64_t waits_on;  // barrier number or mbarrier address, -1 where there is none
+  int64_t waits_on;  // barrier number or mbarrier address, -1 if there is none
   const void* statement;  // where the last asm statement returns to
   CopyAsyncState copies;
   BulkStoreState bulk;
 };
-// Records and frames of neighbouring stacks lie at different places of their pages. At one place, those of a warp would
-// be in one set of the processor's cache and push each other out.
+// Records and frames of neighbouring stacks lie at different places of their pages. At equal places, those of a warp
+// would share one set of the processor's cache and evict each other.
 constexpr size_t FIBER_STEP = 448, FIBER_PLACES = 16;
 static_assert(sizeof(Fiber) <= FIBER_STEP, "a fiber's record fits in its place");
 inline Fiber* fiber_on(uintptr_t stack) {
@@ -266,7 +266,7 @@ struct Block {
   List<WgmmaIssue> issues[MAX_WARPS / 4];
   // scheduling
   Random random;
-  uint32_t delivery_odds;  // of delivery random: one load in so many switches, 0: only where no thread can run
+  uint32_t delivery_odds;  // of delivery random: one load in so many switches, 0: only if no thread can run
   uint16_t thread_order[MAX_THREADS], warp_order[MAX_WARPS];
   int position;
   uint64_t deliveries;

@@ -1,4 +1,4 @@
-// C's library and the host's threads and signals, for the executor. A kernel's own unit goes without.
+// C's library and the host's threads and signals, for the executor. A kernel's own unit does not include it.
 #pragma once
 
 #include <execinfo.h>

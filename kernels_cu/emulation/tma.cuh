@@ -12,7 +12,7 @@ inline uint32_t box_bytes(const TensorMapFields& map) {
 }
 
 // Calls visit(row of the box in shared memory before swizzling, offset of that row in the box, element 0 of that row in
-// global memory or null where the row lies outside the tensor).
+// global memory, or null if the row lies outside the tensor).
 template <class Visit>
 inline void for_each_row(const TensorMapFields& map, const int32_t* coordinate, uint32_t shared, Visit&& visit) {
   uint32_t row_bytes = uint32_t(map.box[0]) * map.element_bytes, rows = box_bytes(map) / row_bytes;
@@ -43,9 +43,9 @@ inline RowPart part_inside(const TensorMapFields& map, int32_t coordinate) {
   return {first * es, upper(first, last) * es};
 }
 
-// The part of a row that a store or reduction writes, from a place that check_place lets pass. Where the tensor's
-// row ends within 16 bytes, these are written whole: those behind the end get what shared memory holds for them. This was
-// measured on an H100; the PTX ISA does not say so.
+// The part of a row that a store or reduction writes, from a place that check_place lets pass. If the tensor's row ends
+// within 16 bytes, these are written whole: bytes past the end get what shared memory holds for them. This was measured
+// on an H100; the PTX ISA does not say so.
 inline RowPart part_written(const TensorMapFields& map, int32_t coordinate) {
   const int64_t bytes = static_cast<int64_t>(map.extent[0]) * map.element_bytes;
   const int64_t end = (bytes + 15) / 16 * 16 - int64_t(coordinate) * map.element_bytes;

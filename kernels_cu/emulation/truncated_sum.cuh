@@ -1,5 +1,5 @@
-// How Hopper's tensor cores sum products of 8-bit elements: a model of what others have measured, for NVIDIA
-// publishes nothing of it.
+// How Hopper's tensor cores sum products of 8-bit elements: a model of what others have measured, because NVIDIA
+// publishes nothing about it.
 //
 // - DeepSeek-V3 (arXiv 2412.19437, sections 3.3.2 and 3.5.2), on Hopper: the 32 products of an instruction are shifted
 //   right to the largest exponent, and about 14 bits of each are summed; what lies below is cut off. The registers that
@@ -10,10 +10,10 @@
 //   product's exponent is the sum of its factors' exponents, which a significand of 2 or more does not raise, and an
 //   element below the least normal number of its format has that number's exponent.
 //
-// The model: the addends of an element of d are its products and, where it accumulates, its old value. The largest of
-// their exponents gives a unit, 2^-13 of that power of two. Each addend is cut off toward zero to whole units, these are
-// added exactly, and the sum is cut off to 13 fraction bits. A unit here is at least 2^-126, which cuts old values below
-// 2^-113 off too early where nothing else is added.
+// The model: the addends of an element of d are its products and, if it accumulates, its old value. The largest of
+// their exponents gives a unit, 2^-13 of that power of two. Each addend is cut off toward zero to whole units, these
+// are added exactly, and the sum is cut off to 13 fraction bits. A unit here is at least 2^-126, which cuts old values
+// below 2^-113 off too early if nothing else is added.
 //
 // This is always so for wgmma. mma.sync of 8-bit elements becomes products of f16 on sm_90; on sm_89 it keeps as few bits,
 // which Arithmetic::hardware shows.
@@ -28,7 +28,7 @@
 namespace emulation {
 
 constexpr int KEPT_FRACTION_BITS = 13;
-constexpr int NO_EXPONENT = -(1 << 20);  // of a zero: no sum with other exponents is the largest one
+constexpr int NO_EXPONENT = -(1 << 20);  // of a zero: its sum with another exponent is never the largest
 
 // The exponent that `value`, an element of a format whose normal numbers start at `least`, has in a sum: as float's.
 inline int exponent_of(float value, int least) {

@@ -92,8 +92,8 @@ inline uint64_t hash_registers(const uint32_t* const* lane, int words) {
   return hash;
 }
 
-// Where products behind a wgmma.fence found registers, from the record of the thread down, which is the same for all
-// threads of a kernel: of the module, for as long as it is loaded.
+// Where products after a wgmma.fence found registers, counted down from the thread's record: the same for all threads
+// of a kernel. Kept for the module, as long as it is loaded.
 struct RegisterPlace {
   const void* fence;
   ptrdiff_t below;
@@ -116,7 +116,7 @@ inline void learn_place(const RegisterPlace& place) {
   if (!known) register_places.push(place);
 }
 
-// Registers that products behind this fence read in another warp, block or launch: these will be read, too.
+// Registers that products after this fence read in another warp, block or launch: these will be read too.
 inline void expect_registers(WgmmaState& state) {
   const Fiber& fiber = self();
   const Locked locked(*fiber.block, register_places_lock);

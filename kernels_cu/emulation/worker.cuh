@@ -111,7 +111,7 @@ inline void start_block(Block& block, uint64_t number) {
   memset(block.warp, 0, sizeof block.warp);
   const int most = 65536 / (32 * block.warp_count) / 8 * 8;  // of a thread, if it is the only block of a multiprocessor
   for (int i = 0; i < block.warp_count; i++) block.warp[i].registers = lower(most, 255);
-  block.free_registers = 0;  // what a launch leaves over is not the block's
+  block.free_registers = 0;  // registers that a launch leaves over do not belong to the block
   block.registers_given = 0;
   block.random.seed(request.seed, number);
   shuffle_order(block.random, block.thread_order, block.threads, request.seed);
@@ -136,7 +136,7 @@ inline void run_block(Worker& worker, uint64_t number) {
   else check_block_end(block);
 }
 
-// ---- signals: a bad address or a loop that never gives way ends the block, not the process
+// ---- signals: a bad address or a loop that never yields ends the block, not the process
 inline void on_signal(int signal, siginfo_t* info, void* context);
 
 struct SignalActions {
@@ -156,7 +156,7 @@ struct SignalActions {
 };
 inline SignalActions signal_actions;
 
-// The instruction that a signal interrupted, null where that is not known.
+// The instruction that a signal interrupted, null if that is not known.
 inline const void* interrupted_by_signal(const void* context) {
   [[maybe_unused]] const auto& registers = static_cast<const ucontext_t*>(context)->uc_mcontext;
 #if defined(__x86_64__)
@@ -208,7 +208,7 @@ inline void on_signal(int signal, siginfo_t* info, void* context) {
     else report_address(worker, context, static_cast<const char*>(info->si_addr));
     siglongjmp(worker.escape, 1);
   }
-  if (signal != SIGVTALRM) signal_actions.restore();  // not ours: what was installed before shall see it
+  if (signal != SIGVTALRM) signal_actions.restore();  // not ours: the handlers that were installed before get it
 }
 
 // ---- one worker

@@ -69,7 +69,7 @@ inline void read_mul(Parser& p) {
   p.means(multiply_halves, "mul.f16x2", 0, flags);
 }
 
-// The last bit says whether something was cut off, so that a second rounding to fewer bits is as good as one.
+// The last bit says whether something was cut off, so that a second rounding to fewer bits gives the same as one.
 inline double sum_to_odd(double a, double b) {
   const double sum = a + b, part = sum - a, lost = (a - (sum - part)) + (b - part);
   uint64_t bits;

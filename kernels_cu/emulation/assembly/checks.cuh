@@ -1,6 +1,6 @@
-// What a compiler assumes of an asm statement and does not check: NVRTC takes the constraints, clobbers and "volatile"
-// at their word (Inline PTX Assembly in CUDA; GCC's manual, Extended Asm). A statement that does other than it says is
-// refused.
+// What a compiler assumes of an asm statement and does not check: NVRTC trusts the constraints, clobbers and
+// "volatile" (Inline PTX Assembly in CUDA; GCC's manual, Extended Asm). A statement that does not do what it declares
+// is refused.
 #pragma once
 
 #include "emulation/assembly/parser.cuh"

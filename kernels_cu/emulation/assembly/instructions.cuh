@@ -68,7 +68,7 @@ Program* read_statement(const Statement& statement, char* error, size_t room) {
     free(p);
     return program;
   }
-  free(p);  // a refusal ends the launch: what the parts hold is not worth the search
+  free(p);  // a refusal ends the launch, so the memory of the parts is not freed
   return nullptr;
 }
 

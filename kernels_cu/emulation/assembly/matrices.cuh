@@ -10,7 +10,7 @@ namespace emulation {
 
 constexpr int TRANSPOSES = 1;
 
-// The registers of a list as one array, where they lie one after the other in memory, or else null.
+// The registers of a list as one array, if they lie one after another in memory, else null.
 inline void* array_of(const Frame& f, const Slot* slot, int count) {
   if (slot[0].kind != Slot::operand) return nullptr;
   const char* first = static_cast<const char*>(f.operand[slot[0].index]);

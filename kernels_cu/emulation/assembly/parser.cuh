@@ -1,6 +1,6 @@
 // Reads an asm template: scopes, register declarations, labels, guards, opcodes and operands, by the grammar of the PTX
-// ISA (chapters 4, 6 and 8.7). What an opcode means, and which operands it takes, is asked of the instructions' own
-// readers. Anything else is refused by name.
+// ISA (chapters 4, 6 and 8.7). The instructions' own readers know what an opcode means and which operands it takes.
+// Anything else is refused by name.
 #pragma once
 
 #include "emulation/assembly/program.cuh"
@@ -21,7 +21,7 @@ struct Argument {
   char name[32];
 };
 
-// What a compiler may and may not assume of a statement: filled while its instructions are read, judged by checks.cuh.
+// What a compiler may and may not assume of a statement: filled while its instructions are read, used by checks.cuh.
 struct Usage {
   int first_write[MAX_OPERANDS], last_write[MAX_OPERANDS];  // instruction, -1: none
   int first_read[MAX_OPERANDS], last_read[MAX_OPERANDS];
@@ -120,7 +120,7 @@ struct Parser {
       if (!strcmp(locals[i].name, name)) return i;
     return -1;
   }
-  // A register or a number; false where a name is neither, which is then in `name`.
+  // A register or a number; false if a name is neither, which is then in `name`.
   bool read_slot(Slot& slot, char (&name)[32]) {
     skip_space();
     slot = Slot{Slot::nothing, 0, 0};
@@ -305,7 +305,7 @@ struct Parser {
       define(slot, type, role);
     }
   }
-  // A vector of count registers, or one register where count is 1.
+  // A vector of count registers, or one register if count is 1.
   void reads_vector(int count, Type type, const char* role) {
     if (count == 1) reads(type, role);
     else reads_list(count, type, role);

@@ -32,8 +32,8 @@ struct Frame {
 struct Instruction;
 typedef void (*Meaning)(const Instruction&, Frame&);
 
-// guard: the predicate that it runs under, negated where guard_negated. slots: its operands' values, those of a
-// register list one after the other. number, flags: what its modifiers say, for its meaning alone.
+// guard: the predicate that it runs under, negated if guard_negated. slots: its operands' values, those of a register
+// list one after another. number, flags: what its modifiers say, only for its meaning.
 struct Instruction {
   Meaning meaning;
   Slot guard;

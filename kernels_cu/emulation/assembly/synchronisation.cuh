@@ -42,8 +42,8 @@ inline void arrive_at_mbarrier(const Instruction& i, Frame& f) {
 inline void expect_bytes(const Instruction& i, Frame& f) {
   add_bytes(find_mbarrier(mbarrier_of(i, f), i.name), value_of<uint32_t>(f, i.slots[1]), i.name);
 }
-// It may wait a while before it says no. With random deliveries it says no now and then; else it waits until it can say
-// yes. A loop around it comes to wait some time, so that a deadlock shows.
+// try_wait may wait a while before it fails. With random deliveries it fails now and then; else it waits until the
+// phase has ended. A loop around it waits at some time, so that a deadlock is noticed.
 inline void wait_for_parity(const Instruction& i, Frame& f) {
   const uint32_t address = mbarrier_of(i, f, 1), parity = value_of<uint32_t>(f, i.slots[2]);
   Block& block = *self().block;
@@ -119,8 +119,8 @@ inline void read_elect(Parser& p) {
   p.means(elect_lane, "elect.sync");
 }
 
-// ---- setmaxnreg.inc|dec.sync.aligned.u32 (9.7.20.5): registers move through a pool of the block. A host thread has those it
-// has: only their number is kept. number: whether it gives away
+// ---- setmaxnreg.inc|dec.sync.aligned.u32 (9.7.20.5): registers move through a pool of the block. Only their number is
+// modelled. number: whether it gives away
 inline void move_registers(const Instruction& i, Frame& f) {
   const int count = value_of<int>(f, i.slots[0]);
   if (count % 8 || count < 24 || count > 256)
