@@ -29,7 +29,7 @@ constexpr int QUERY_BLOCKS = PASS / 8;
 static_assert(PASSES * PASS == QUERIES && (QUERY_BLOCKS & (QUERY_BLOCKS - 1)) == 0, "passes begin inside a group");
 using Scores = float[KEY_ROWS][QUERY_BLOCKS][4];
 
-// Where a warp works.
+// The place of a warp in a tile.
 struct WarpPlace {
   int first_key;    // of its 16 * KEY_ROWS keys, in the tile
   int column_warp;  // of COLUMN_WARPS

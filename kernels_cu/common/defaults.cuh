@@ -116,10 +116,10 @@
 #ifndef LEFTPAD  // the keys of a sequence begin behind some that are padding
 #define LEFTPAD 0
 #endif
-#ifndef CACHE_ALIGNMENT  // bytes, at multiples of which rows of caches begin
+#ifndef CACHE_ALIGNMENT  // rows of caches begin at multiples of so many bytes
 #define CACHE_ALIGNMENT 16
 #endif
-#ifndef VALUE_WARPS  // warps that share a row's columns of V, each multiplying all of its keys for itself
+#ifndef VALUE_WARPS  // warps that share a row's columns of V; each multiplies all of the row's keys itself
 #define VALUE_WARPS 1
 #endif
 #ifndef Q_ELEMENT  // q's type, if it is not ELEMENT, to which it is then widened

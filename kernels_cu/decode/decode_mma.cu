@@ -18,7 +18,7 @@
 //                                    8-bit floats stay 8 bits in shared memory and are widened on the way out
 //
 // A piece that holds all keys of its item writes the output; others write a normalised O and its sum to a slot, and
-// decode/decode_combine.cu merges these. Sums run in an order that follows from the piece alone.
+// decode/decode_combine.cu merges these. Sums run in an order that depends only on the piece.
 #include "decode/merge.cuh"
 #include "decode/pieces.cuh"
 #include "decode/rows.cuh"

@@ -60,7 +60,7 @@ inline void add_bytes(MBarrier& m, int64_t bytes, const char* operation) {
          static_cast<long long>(m.bytes), m.address);
 }
 
-// Also what a copy does when it has landed, with no arrival and -bytes.
+// A copy that has landed calls it too, with no arrival and -bytes.
 inline void update_mbarrier(MBarrier& m, int arrivals, int64_t bytes, const char* operation) {
   add_bytes(m, bytes, operation);
   if (arrivals > m.pending)

@@ -26,7 +26,7 @@ inline uint32_t time_of(uint64_t touch) { return uint32_t(touch) & LATEST; }
 // ---- time
 inline void pass_time(LaneOrder& order) { order.time += order.time < LATEST; }
 
-// Blocks of a worker follow each other: what was before is known to all lanes, so that nothing has to be cleared.
+// Blocks of a worker run one after another: all lanes know what was before, so that nothing has to be cleared.
 inline void start_orders(Block& block) {
   TouchedMemory& memory = *block.touched;
   if (memory.time > LATEST / 2) {

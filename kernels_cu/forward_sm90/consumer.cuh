@@ -169,7 +169,7 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  // P V of a tile alone, of one piece of V's columns, which are rows of V transposed.
+  // P V of a tile, without O, for one piece of V's columns, which are rows of V transposed.
   __device__ __forceinline__ void multiply_piece(Registers& r, Sums& sums, int piece) {
     const uint64_t v = VBoxes::rows(shared.v(values.stage) + piece * PIECE * VBoxes::LINE);
 #pragma unroll

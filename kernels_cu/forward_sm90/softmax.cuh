@@ -90,7 +90,7 @@ DEVICE Rows rows_of(const LaunchParams& params, const Mask& mask, int sequence, 
   if constexpr (ALIBI) {
     const float slope = *element_of<const float>(params.alibi_slopes, params.alibi_slopes_strides, sequence, 0, head);
     rows.slope = SOFTCAP || SCALED ? slope : slope / scale;
-    // Of products, a slope may be too large to be multiplied by a distance. Any steep one gives the same weights.
+    // A slope for products may be too large to be multiplied by a distance. Any steep one gives the same weights.
     if (!SOFTCAP && !SCALED && fabsf(rows.slope) > STEEP && fabsf(slope) < INFINITY) {
       rows.slope = copysignf(STEEP, slope);
       rows.exponents.steep = slope / rows.slope / scale;

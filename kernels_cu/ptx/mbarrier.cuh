@@ -14,7 +14,7 @@ namespace ptx {
 WRAPPER void mbarrier_init(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
-// Ends its life: the memory may be used for something else.
+// Ends it, so that the memory may be used for something else.
 WRAPPER void mbarrier_invalidate(uint32_t barrier) {
   asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }

@@ -1,16 +1,16 @@
 // Tensor copies (TMA, sm_90): one thread moves a box of a tensor of 1 to 5 dimensions. Coordinates are elements,
-// innermost dimension first. Boxes that reach over an edge read zeros there; a load counts its full bytes off the mbarrier
-// anyway. They write nothing there, but for the rest of 16 bytes that a row ends within. The innermost coordinate is at a
-// multiple of 16 bytes, and of stores none is negative: else the launch ends with an illegal instruction on an H100. The
-// shared box starts at a multiple of 128 bytes (of 256, 512, 1024 with the 32, 64, 128-byte swizzle). Stores and
-// reductions are committed and waited for with bulk_commit and bulk_wait (ptx/bulk.cuh).
+// innermost dimension first. A box that reaches over an edge reads zeros there, and a load counts its full bytes off
+// the mbarrier anyway. It writes nothing there, except the rest of 16 bytes that a row ends within. The innermost
+// coordinate is at a multiple of 16 bytes, and no coordinate of a store is negative: otherwise the launch ends with an
+// illegal instruction on an H100. The shared box starts at a multiple of 128 bytes (of 256, 512, 1024 with the 32, 64,
+// 128-byte swizzle). Stores and reductions are committed and waited for with bulk_commit and bulk_wait (ptx/bulk.cuh).
 #pragma once
 
 #include "ptx/bulk.cuh"
 
 namespace ptx {
 
-// Brings the map itself near, before its first use.
+// Prefetches the map itself, before its first use.
 WRAPPER void tma_prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // ---- loads: global to shared memory, counted on the mbarrier

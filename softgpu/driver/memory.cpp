@@ -16,7 +16,7 @@ namespace softgpu {
 namespace {
 
 constexpr std::size_t PAGE = 4096, GUARD = 1 << 20, ALIGNMENT = 256;
-constexpr Address FIRST = Address{1} << 44;            // far from what the system gives out by itself
+constexpr Address FIRST = Address{1} << 44;            // far from addresses that the system chooses
 constexpr std::size_t SPAN = std::size_t{1} << 40;     // addresses of one device
 constexpr std::size_t POISONED = std::size_t{64} << 20;  // larger blocks are left zero, to save memory
 
