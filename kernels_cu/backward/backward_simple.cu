@@ -1,8 +1,8 @@
 // Gradients on CUDA cores: the plain kernel for every precision, head dim and option, with which the fast ones are
 // compared.
 //
-// Algorithm 2 of FlashAttention-2 (Dao, arXiv 2307.08691) with all products in float (double for double inputs), in
-// three passes, a launch each. A block owns a tile of BLOCK_M and walks over tiles of BLOCK_N that meet it:
+// Algorithm 2 of FlashAttention-2 (Dao, arXiv 2307.08691) with all products in float (double for double inputs), in up
+// to three passes, a launch each. A block owns a tile of BLOCK_M and walks over tiles of BLOCK_N that meet it:
 //
 //   pass         a block owns                      and walks over                         for
 //   QUERY_PASS   queries of a head                 the keys that they see                 delta of its rows, dQ

@@ -32,7 +32,7 @@ DEVICE float power_of_two(int exponent) {
 // Returns a bound and sets it to 0.
 DEVICE float take_bound(int32_t* bound) { return ptx::as_float(uint32_t(atomicExch(bound, 0))); }
 
-// For whole blocks that have raised their bounds: the last of `blocks` of the KV head acts. dropout_scale: 1 if none.
+// Called by each whole block that has raised its bounds. The last of the KV head's `blocks` computes the exponent.
 DEVICE void settle_bounds(const BackwardParams& params, int sequence, int kv_head, int blocks) {
   __syncthreads();
   if (threadIdx.x != 0) return;

@@ -43,7 +43,7 @@ DEVICE void keep_ds_exponent(uint32_t shared, int exponent) {
 
 static_assert(STAGES <= 2, "a step fills its own stage or that of the next");
 
-// `Step`: where the ring is. The number of the step, and which query head and tile of queries it takes.
+// `Step`: the number of the step in the ring, and which query head and tile of queries it takes.
 #if BLOCK_MASK
 static_assert(BLOCK_MASK_ROWS % BLOCK_M == 0 && BLOCK_MASK_KEYS % BLOCK_N == 0, "blocks of a mask are whole tiles");
 using Tiles = ListedTiles<BLOCK_MASK_ROWS / BLOCK_M>;

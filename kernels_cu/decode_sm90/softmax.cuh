@@ -1,5 +1,5 @@
-// Scores of a tile as wgmma leaves them, and their softmax. s[4j + i] is of row i / 2 of the lane's two, and of key 8j
-// + 2 (lane % 4) + i % 2 of the tile: ptx/wgmma.cuh.
+// Scores of a tile as wgmma leaves them, and their softmax. s[4j + i] is of row i / 2 of the lane's two, and of key
+// 8j + 2 (lane % 4) + i % 2 of the tile: ptx/wgmma.cuh.
 #pragma once
 
 #include "decode/rows.cuh"
