@@ -14,10 +14,10 @@ The first four are those of the multiprocessor with the most work, for tiles wit
 free multiprocessor, in the order in which the kernel's blocks start (`order.ranked`; the longest first for other
 libraries' kernels). Rates are data sheets', at the clock of their peak rates.
 
-For the kernels of sm_90a and for `decode_mma` the estimate is a weighted sum of `terms`, and at least the longest part.
-The weights are those that fit other libraries' published figures best (`FITS`; docs/reports/model.md). Its error is
-that of figures that are left out of the fit. For other kernels the estimate is the longest part, an upper bound of the
-speed, and has no error.
+On sm_90a the estimate of a kernel of `_FITTED` is a weighted sum of `terms`, and at least the longest part. The weights
+are those that fit other libraries' published figures on Hopper best (`FITS`; docs/reports/model.md). Its error is that
+of figures that are left out of the fit. For other kernels and GPUs the estimate is the longest part, an upper bound of
+the speed, and has no error.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Machine:
     """A product's data sheet.
 
     clock: boost, Hz. flops: dense 16-bit ones of the tensor cores, for each clock and multiprocessor; fp8: the factor
-    for 8 bits; fp32: flops of the CUDA cores. bandwidth: bytes a second.
+    for 8 bits; fp32: flops of the CUDA cores. bandwidth: bytes a second. fitted: whether `FITS` are of such GPUs.
     """
 
     name: str
@@ -114,12 +114,13 @@ class Machine:
     bandwidth: float
     fp8: int = 1
     fp32: int = 256
+    fitted: bool = False
 
 
 MACHINES = {
     "sm_80": Machine("NVIDIA A100 SXM 80 GB", 108, 1.41e9, 2048, 2.039e12, fp32=128),
     "sm_89": Machine("NVIDIA L40S", 142, 2.52e9, 1024, 0.864e12, 2),
-    "sm_90a": Machine("NVIDIA H200 SXM", 132, 1.83e9, 4096, 4.8e12, 2),
+    "sm_90a": Machine("NVIDIA H200 SXM", 132, 1.83e9, 4096, 4.8e12, 2, fitted=True),
 }
 
 
@@ -170,7 +171,7 @@ def estimate(
     known = {name: seconds for name, seconds in parts.items() if seconds is not None}
     bound = max(known, key=lambda name: known[name])
     seconds = known[bound]
-    fit = FITS[_fit_of(case)] if clocks is not None and kernel in _FITTED else None
+    fit = FITS[_fit_of(case)] if clocks is not None and machine.fitted and kernel in _FITTED else None
     if fit is not None and clocks is not None:
         seconds = max(seconds, _fitted(fit, clocks) / machine.clock)
     return {

@@ -60,6 +60,8 @@ def test_a_kernel_that_was_fitted_has_an_error_and_is_no_faster_than_its_longest
     other = model.estimate(CASE, H200, "forward_mma", COUNTS)
     assert other["error"] is None
     assert other["model_ms"] == pytest.approx(terms["products"] / 1.83e9 * 1e3)
+    a100 = model.estimate(CASE, model.MACHINES["sm_80"], "decode_mma", COUNTS)
+    assert a100["error"] is None, "no figure of that GPU was fitted"
     slow = dataclasses.replace(COUNTS, shared=1_000_000)
     bound = model.estimate(CASE, H200, "forward_sm90", slow)
     assert (bound["bound"], bound["model_ms"]) == ("shared", bound["parts_ms"]["shared"])
