@@ -51,7 +51,7 @@ constexpr uint32_t DQ_BYTES = 64 * DQ_COLUMNS * 4;  // of a consumer
 constexpr bool KEEPS_PRODUCTS = BIAS_GRADIENT && GRADIENT_NEEDS_DOT;
 constexpr bool SENDS_DQ = (DETERMINISTIC || WITH_OPTIONS) && !SHARED_KEYS && !KEEPS_PRODUCTS;
 static_assert(!KEEPS_PRODUCTS || (!SHARED_KEYS && BLOCK_M * KEYS * 4 <= DQ_BYTES), "products have room in dQ's place");
-
+static_assert(!ALIBI_SIGNED, "backward_mma has these gradients");
 static_assert(sizeof(ELEMENT) == 2 && sizeof(KV_ELEMENT) == 2 && sizeof(OUT_ELEMENT) == 2, "products are of 16 bits");
 static_assert(WARPS == 12 && (SHARED_KEYS || BLOCK_N == KEYS * CONSUMERS), "two consumers of 64 keys, beside a producer");
 static_assert(!SHARED_KEYS || QUERIES == 64, "a consumer's queries are the rows of a product of dQ");

@@ -20,7 +20,7 @@ static_assert(BLOCK_M == ROWS * CONSUMERS && (CONSUMERS == 1 || CONSUMERS == 2),
 static_assert(WARPS == 4 * (CONSUMERS + 1 + NARROW), "one more warpgroup loads, and one widens 8-bit floats");
 static_assert(BLOCK_N % 32 == 0 && BLOCK_N <= 256, "keys are N of one product and K of the other");
 static_assert(sizeof(ELEMENT) == 2, "products are of 16 bits");
-static_assert(!POINTERS, "decode_mma has these caches");
+static_assert(!POINTERS && !LATENT && !BATCH_IDX && !LEFTPAD && !(TREE && POSITIONS), "decode_mma has these caches");
 static_assert(DIM <= 128 && DIM_V <= 128, "Q and O are in registers");
 static_assert(STAGES >= 2, "keys land while others are multiplied");
 
