@@ -144,6 +144,25 @@ def test_an_events_error_is_raised(answers: dict[str, Any], calls: Callable[[], 
     assert caught.value.sticky
 
 
+@pytest.mark.parametrize("status", [0, 1, 2, 700])
+def test_a_capture_that_an_error_has_invalidated_is_one_until_it_ends(
+    answers: dict[str, Any], calls: Callable[[], list[Any]], status: int
+) -> None:
+    def answer(stream: int) -> bool:
+        if status == 700:
+            cupy.cuda.runtime.check_status(status)
+        if status == 2:  # as CuPy 13 and 14 do for cudaStreamCaptureStatusInvalidated
+            raise RuntimeError("the stream was capturing, but an error has invalidated the capture sequence")
+        return bool(status)
+
+    answers["streamIsCapturing"] = answer
+    if status == 700:
+        with pytest.raises(CudaFailure, match="is_capturing failed: cudaErrorIllegalAddress"):
+            CupyApi(0).is_capturing(9)
+    else:
+        assert CupyApi(0).is_capturing(9) is (status != 0)
+
+
 def test_what_cupy_raises_becomes_a_failure_with_its_status(
     answers: dict[str, Any], calls: Callable[[], list[Any]]
 ) -> None:

@@ -107,6 +107,31 @@ def test_what_a_capture_cannot_hold_is_refused_and_leaves_the_capture_whole(cont
         assert (q.get().view(np.uint16) == 0x3C3C).all()
 
 
+def test_a_capture_that_the_program_broke_fails_no_step(context: Any) -> None:
+    """Until the program has ended it, nothing waits for its stream, and a step there goes on."""
+    cupy = pytest.importorskip("cupy")
+    runtime, side = cupy.cuda.runtime, cupy.cuda.Stream(non_blocking=True)
+    with context.kv_cache(**SIZES, layers=1) as cache, side:
+        seqs = [cache.create().result(60) for _ in range(2)]
+        q, k, v, out = (on_gpu(cupy, count) for count in (HEADS_Q, HEADS, HEADS, HEADS_Q))
+        side.synchronize()
+        step = cache.step(seqs, heads_q=HEADS_Q).result(60)
+        step.attend(0, q, k, v, out=out)
+        side.begin_capture()
+        with pytest.raises(runtime.CUDARuntimeError):
+            side.synchronize()  # breaks the capture
+        with pytest.raises(ga.InvalidRequest, match=r"stream=.*is being captured"):
+            context.flash_attn.paged_forward(q, k, v, cache_seqlens=np.array([1, 1], np.int32)).result(60)
+        with pytest.raises(ga.InvalidRequest, match=r"out=.*its stream is captured"):
+            step.attend(0, q, k, v)
+        with pytest.raises(ga.InvalidRequest, match=r"stream=.*is being captured"):
+            step.commit().result(60)
+        with pytest.raises(runtime.CUDARuntimeError):
+            side.end_capture()
+        step.attend(0, q, k, v, out=out)
+        assert step.commit().result(60) == [1, 1]
+
+
 def test_requests_in_flight_leave_a_capture_whole(context: Any) -> None:
     """In the global capture mode, which torch uses, other threads may not query events unless they opt out."""
     cupy = pytest.importorskip("cupy")

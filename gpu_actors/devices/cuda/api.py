@@ -135,7 +135,10 @@ class CudaApi(Protocol):
         """
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether the stream is being captured, no matter who began the capture."""
+        """Whether the stream is being captured, no matter who began the capture.
+
+        A capture that an error has invalidated goes on until the program ends it.
+        """
 
     # Order
 

@@ -174,7 +174,12 @@ class CupyApi:
 
     @_checked
     def is_capturing(self, stream: int) -> bool:
-        return bool(runtime.streamIsCapturing(stream))
+        try:
+            return bool(runtime.streamIsCapturing(stream))
+        except runtime.CUDARuntimeError:
+            raise
+        except RuntimeError:  # CuPy raises it where an error has invalidated the capture
+            return True
 
     @_checked
     def create_event(self, asked: bool = True) -> int:
