@@ -157,7 +157,7 @@ class Stepping:
                 environment.timers.at(later, functools.partial(mailbox.requeue, [call]))
                 return
             if capturing is not None and step.open:
-                reason = "is being captured: commit the step once the capture has ended"
+                reason = "is being captured, or waits for one that is: commit the step once the capture has ended"
                 raise InvalidRequest("stream", capturing, reason)
             if not call.claim():
                 return

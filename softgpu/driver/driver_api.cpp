@@ -296,10 +296,7 @@ CUDA int cuThreadExchangeStreamCaptureMode(int* mode) {
   return success;
 }
 CUDA int cuStreamIsCapturing(void* stream, int* state) {
-  return on_stream(stream, [&](Held&, Stream& s) {
-    *state = !s.capture ? 0 : s.capture_broken ? 2 : 1;  // CUstreamCaptureStatus
-    return success;
-  });
+  return on_stream(stream, [&](Held&, Stream& s) { return capture_status(s, state); });
 }
 CUDA int cuStreamGetFlags(void* stream, unsigned* flags) {
   return on_stream(stream, [&](Held&, Stream& s) {

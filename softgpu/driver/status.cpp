@@ -45,6 +45,7 @@ constexpr Name NAMES[] = {
     {903, "cudaErrorStreamCaptureUnmatched"},
     {904, "cudaErrorStreamCaptureUnjoined"},
     {905, "cudaErrorStreamCaptureIsolation"},
+    {906, "cudaErrorStreamCaptureImplicit"},
     {907, "cudaErrorCapturedEvent"},
     {908, "cudaErrorStreamCaptureWrongThread"},
 };

@@ -29,6 +29,7 @@ enum Status : int {
   capture_unmatched = 903,
   capture_unjoined = 904,
   capture_isolation = 905,
+  capture_implicit = 906,
   captured_event = 907,
   capture_wrong_thread = 908,
   unknown = 999,

@@ -96,6 +96,19 @@ void push(Stream& stream, Step step) {
   state_changed.notify_all();
 }
 
+// Programming Guide, "Prohibited and Unhandled Operations": the legacy stream encompasses all blocking streams, so any use
+// of it while one of them is being captured is invalid, and breaks that capture.
+Status refuse_legacy(const Stream& stream) {
+  Status status = success;
+  if (!stream.legacy) return status;
+  for (const auto& [key, other] : state().streams)
+    if (other->device == stream.device && other->blocking && other->capture) {
+      other->capture_broken = true;
+      status = capture_implicit;
+    }
+  return status;
+}
+
 bool ready(const Operation& operation) {
   return std::all_of(operation.after.begin(), operation.after.end(), [](const Position& p) { return p.reached(); });
 }
@@ -180,6 +193,7 @@ std::shared_ptr<Stream> find_stream(void* handle) {
 
 Status enqueue(Stream& stream, Step step) {
   if (const Status status = sticky(stream.device)) return status;
+  if (const Status status = refuse_legacy(stream)) return status;
   if (stream.capture) {
     if (stream.capture_broken) return capture_invalidated;
     stream.capture->steps.push_back(std::move(step));
@@ -191,6 +205,7 @@ Status enqueue(Stream& stream, Step step) {
 
 Status record(Event& event, Stream& stream) {
   if (const Status status = sticky(stream.device)) return status;
+  if (const Status status = refuse_legacy(stream)) return status;
   event.recorded = true;
   event.captured = stream.capture != nullptr;
   event.lost = !event.captured && strikes(faults.event);
@@ -206,6 +221,7 @@ Status record(Event& event, Stream& stream) {
 
 Status wait_for(Stream& stream, const Event& event) {
   if (const Status status = sticky(stream.device)) return status;
+  if (const Status status = refuse_legacy(stream)) return status;
   if (!event.recorded) return success;
   if (stream.capture) {
     // An event from outside of the capture would be a dependency that the graph cannot hold.
@@ -230,6 +246,7 @@ Status query(const Event& event) {
 }
 
 Status query(Stream& stream) {
+  if (const Status status = refuse_legacy(stream)) return status;
   if (stream.capture) {
     stream.capture_broken = true;
     return capture_unsupported;
@@ -249,6 +266,7 @@ Status synchronize(Held& held, const Event& event) {
 }
 
 Status synchronize(Held& held, Stream& stream) {
+  if (const Status status = refuse_legacy(stream)) return status;
   if (stream.capture) {
     stream.capture_broken = true;
     return capture_unsupported;
@@ -306,6 +324,15 @@ Status refuse_in_capture() {
     status = capture_unsupported;
   }
   return status;
+}
+
+// Driver API, cuStreamIsCapturing: a question about the legacy stream while a blocking one is being captured is an error,
+// and breaks no capture.
+Status capture_status(const Stream& stream, int* status) {
+  for (const auto& [key, other] : state().streams)
+    if (stream.legacy && other->device == stream.device && other->blocking && other->capture) return capture_implicit;
+  *status = !stream.capture ? 0 : stream.capture_broken ? 2 : 1;  // CUstreamCaptureStatus
+  return success;
 }
 
 std::vector<std::string> unfinished_on(Range range) {

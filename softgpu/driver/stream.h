@@ -118,6 +118,7 @@ Status synchronize_device(Held& held, int device);
 
 Status begin_capture(Stream& stream, int mode);
 Status end_capture(Stream& stream, Graph** graph);
+Status capture_status(const Stream& stream, int* status);
 // Programming Guide, "Prohibited and Unhandled Operations": a call that may wait for the device breaks the captures of
 // this thread that are not relaxed, and those of others whose mode is global.
 Status refuse_in_capture();

@@ -136,6 +136,32 @@ def test_another_thread_may_allocate_while_one_captures(stream: int) -> None:
     runtime.free(addresses[0])
 
 
+@pytest.mark.parametrize("flags", [0, runtime.streamNonBlocking])
+def test_the_legacy_stream_is_not_used_while_a_blocking_one_is_captured(memory: Any, flags: int) -> None:
+    """A question whether it is being captured fails, too, and breaks no capture."""
+    captured = runtime.streamCreateWithFlags(flags)
+    event = runtime.eventCreateWithFlags(runtime.eventDisableTiming)
+    uses: list[Any] = [
+        lambda: runtime.memsetAsync(memory.data.ptr, 1, BYTES, 0),
+        lambda: runtime.eventRecord(event, 1),
+        lambda: runtime.streamSynchronize(0),
+    ]
+    for use in (lambda: runtime.streamIsCapturing(0), *uses):
+        runtime.streamBeginCapture(captured, runtime.streamCaptureModeRelaxed)
+        if flags == runtime.streamNonBlocking:
+            use()
+        else:
+            with pytest.raises(runtime.CUDARuntimeError, match="StreamCaptureImplicit"):
+                use()
+        if flags == runtime.streamNonBlocking or use not in uses:
+            runtime.graphDestroy(runtime.streamEndCapture(captured))
+        else:
+            with pytest.raises(runtime.CUDARuntimeError, match="StreamCaptureInvalidated"):
+                runtime.streamEndCapture(captured)
+    runtime.eventDestroy(event)
+    runtime.streamDestroy(captured)
+
+
 # ---- kernels
 
 SHARED = cupy.RawKernel(

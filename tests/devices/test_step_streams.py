@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 from emulated.caller_streams import DIM, HEADS, HEADS_Q, LAYERS, ORDERS, CallerDevice, Graphs, Program, program
 from emulated.memory import host_view
-from inside.cuda import NullApi, Operation, WorkFailed
+from inside.cuda import CudaFailure, NullApi, Operation, WorkFailed
 from inside.handles import start_context
 from support.service import eventually
 
 import gpu_actors as ga
 from gpu_actors.devices.cuda import stream
+from gpu_actors.devices.cuda.errors import CAPTURE_IMPLICIT
 from gpu_actors.devices.cuda.host_api import HostOrder
 
 PLACES: dict[str, Callable[[Program, int], int | None]] = {
@@ -316,6 +317,46 @@ def test_a_request_does_not_wait_for_a_stream_that_is_captured(kind: str) -> Non
         made.api.destroy_graph(made.api.end_capture(captured))
         asked[kind]().result(20)
         made.finish()
+
+
+def test_the_default_stream_is_not_used_while_a_blocking_stream_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA answers the question whether it is captured with an error, and the use of it with the end of the capture."""
+    with program("eager", 3) as made:
+        default, failure = made.streams[0], CudaFailure(CAPTURE_IMPLICIT, "is_capturing")
+        graphs, used = Graphs(made), list[int]()
+        values = graphs.write(default)
+        step = made.cache.step(made.seqs, heads_q=HEADS_Q).result(20)
+        graphs.attend(step, default)
+        made.finish()
+        with monkeypatch.context() as patch:
+
+            def ask(stream: int) -> bool:
+                if stream == default:
+                    raise failure
+                return False
+
+            patch.setattr(made.api, "is_capturing", ask)
+            record = made.api.record_event
+
+            def note(event: int, stream: int) -> None:
+                used.append(stream)
+                record(event, stream)
+
+            patch.setattr(made.api, "record_event", note)
+            refused = f"stream={default}: is the default stream"
+            for waits_for in (default, made.streams[1]):  # the second waits for the first layers
+                with pytest.raises(ga.InvalidRequest, match=refused):
+                    graphs.attend(step, waits_for)
+            q, k, v, _ = (dataclasses.replace(one, stream=default, owner=one) for one in graphs.arrays[0])
+            with pytest.raises(ga.InvalidRequest, match=refused):
+                made.flash_attn.forward(q, k, v, timeout=20).result(20)
+            with pytest.raises(ga.InvalidRequest, match=f"stream={default}: is being captured, or waits for one"):
+                step.commit().result(20)
+            assert default not in used
+        assert step.commit().result(20) == [6, 6]
+        made.finish()
+        for (*_, out), wanted in zip(graphs.arrays, graphs.wanted(made.twins, values), strict=True):
+            np.testing.assert_array_equal(host_view(out), wanted)
 
 
 def test_a_context_that_is_closed_leaves_a_capture_alone() -> None:

@@ -132,6 +132,37 @@ def test_a_capture_that_the_program_broke_fails_no_step(context: Any) -> None:
         assert step.commit().result(60) == [1, 1]
 
 
+def test_the_default_stream_is_left_alone_while_a_blocking_stream_is_captured(context: Any) -> None:
+    """CuPy's streams are blocking by default: they and the legacy default stream wait for each other."""
+    cupy = pytest.importorskip("cupy")
+    side, refused = cupy.cuda.Stream(), r"stream=0: .*while a stream .* is being captured"
+    with context.kv_cache(**SIZES, layers=1) as cache:
+        seqs = [cache.create().result(60) for _ in range(2)]
+        q, k, v, out = (on_gpu(cupy, count) for count in (HEADS_Q, HEADS, HEADS, HEADS_Q))
+        held = on_gpu(cupy, HEADS)
+        lengths = np.array([1, 1], np.int32)
+        context.flash_attn.paged_forward(q, k, v, cache_seqlens=lengths).result(60)
+        step = cache.step(seqs, heads_q=HEADS_Q).result(60)
+        step.attend(0, q, k, v, out=out)
+        side.begin_capture()
+        with pytest.raises(ga.InvalidRequest, match=refused):
+            context.flash_attn.paged_forward(q, k, v, cache_seqlens=lengths).result(60)
+        for given in ({"out": out}, {}):
+            with pytest.raises(ga.InvalidRequest, match=refused):
+                step.attend(0, q, k, v, **given)
+        with pytest.raises(ga.InvalidRequest, match=r"stream=0: is being captured"):
+            step.commit().result(60)
+        aborted = step.abort()
+        held.data.memset_async(60, held.nbytes, side)  # 0x3c3c is about 1
+        graph = side.end_capture()
+        aborted.result(60)
+        graph.launch(side)
+        assert (held.get().view(np.uint16) == 0x3C3C).all()
+        step = cache.step(seqs, heads_q=HEADS_Q).result(60)
+        step.attend(0, q, k, v, out=out)
+        assert step.commit().result(60) == [1, 1]
+
+
 def test_requests_in_flight_leave_a_capture_whole(context: Any) -> None:
     """In the global capture mode, which torch uses, other threads may not query events unless they opt out."""
     cupy = pytest.importorskip("cupy")

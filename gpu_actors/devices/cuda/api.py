@@ -137,7 +137,9 @@ class CudaApi(Protocol):
     def is_capturing(self, stream: int) -> bool:
         """Whether the stream is being captured, no matter who began the capture.
 
-        A capture that an error has invalidated goes on until the program ends it.
+        A capture that an error has invalidated goes on until the program ends it. Raises `CudaFailure` with the status
+        `CAPTURE_IMPLICIT` for the legacy default stream while a stream that it waits for is being captured. Any use of
+        it would break that capture.
         """
 
     # Order

@@ -8,10 +8,11 @@ from __future__ import annotations
 from gpu_actors.devices.cuda.advice import advice
 from gpu_actors.errors import ContextLost, GpuActorsError, LaunchError, OutOfDeviceMemory
 
-__all__ = ["NOT_READY", "OUT_OF_MEMORY", "STICKY", "CudaFailure", "WorkFailed", "explain"]
+__all__ = ["CAPTURE_IMPLICIT", "NOT_READY", "OUT_OF_MEMORY", "STICKY", "CudaFailure", "WorkFailed", "explain"]
 
 OUT_OF_MEMORY = 2
 NOT_READY = 600
+CAPTURE_IMPLICIT = 906
 
 STICKY: dict[int, str] = {
     214: "cudaErrorECCUncorrectable",

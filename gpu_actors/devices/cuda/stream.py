@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.devices.cuda.api import CudaApi
 from gpu_actors.devices.cuda.driver import Driver
-from gpu_actors.devices.cuda.errors import CudaFailure, WorkFailed
+from gpu_actors.devices.cuda.errors import CAPTURE_IMPLICIT, CudaFailure, WorkFailed
 from gpu_actors.devices.cuda.memory import MemoryPools, leak
 from gpu_actors.devices.cuda.module import CudaFunction
 from gpu_actors.devices.cuda.operands import Kernels, Operands, Placement, StreamMemory, first_on_device
@@ -230,9 +230,18 @@ class CudaStream(Stream):
 
     def is_capturing(self, target: int | None) -> bool:
         """Whether ``target``, a caller's stream, is being captured."""
-        driver = self._driver
-        driver.enter()
-        return target is not None and driver.call(driver.api.is_capturing, target)
+        self._driver.enter()
+        return target is not None and self._driver.call(self._captured, target)
+
+    def _captured(self, stream: int) -> bool:
+        """The answer of `CudaApi.is_capturing`. Raises `InvalidRequest` if a capture forbids any use of the stream."""
+        try:
+            return self._driver.api.is_capturing(stream)
+        except CudaFailure as failure:
+            if failure.status != CAPTURE_IMPLICIT:
+                raise
+            reason = "is the default stream, which no work may use while a stream that it waits for is being captured"
+            raise InvalidRequest("stream", stream, f"{reason}: make that one non-blocking") from failure
 
     def captured_end(self, series: CudaSeries) -> int | None:
         """The answer of `Series.capturing`. Also works while the device is being closed."""
@@ -240,7 +249,9 @@ class CudaStream(Stream):
         if last is None or last == self.handle:
             return None
         try:
-            return last if self._driver.call(self._driver.api.is_capturing, last) else None
+            return last if self._driver.call(self._captured, last) else None
+        except InvalidRequest:
+            return last
         except GpuActorsError:  # the stream was destroyed, and `end` raises that too
             return None
 
@@ -309,7 +320,7 @@ class CudaStream(Stream):
 
     def _order_after(self, producer: int, here: int) -> None:
         """Make ``here`` wait for ``producer``. Raises `InvalidRequest` if a caller captures it, and `CudaFailure`."""
-        if producer != self.handle and self._driver.api.is_capturing(producer):  # the record would go into the graph
+        if producer != self.handle and self._captured(producer):  # the record would go into the graph
             reason = "is being captured: another stream can wait for its work only once the capture has ended"
             raise InvalidRequest("stream", producer, reason)
         self._events.order_after(producer, here)
