@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gpu_actors.arrays.adopt import on_every_thread
 from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.devices.interface import Launch, Outputs, Series
 from gpu_actors.errors import GpuActorsError, InvalidRequest, LaunchError, RequestError, caused
@@ -94,10 +95,10 @@ class CallerLaunches:
 
 
 def stream_of(stream: Any) -> int | None:
-    """The handle of a caller's CUDA stream, or None if none is given. Raises `InvalidRequest`."""
-    if stream is None or (isinstance(stream, int) and not isinstance(stream, bool)):
-        return stream
-    handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", None))
-    if not isinstance(handle, int):
+    """The handle of a caller's CUDA stream on every thread, or None if none is given. Raises `InvalidRequest`."""
+    if stream is None:
+        return None
+    handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", stream))
+    if not isinstance(handle, int) or isinstance(stream, bool):
         raise InvalidRequest("stream", show(stream), "must be an int, or a stream of torch or CuPy")
-    return handle
+    return on_every_thread(handle)

@@ -43,6 +43,7 @@ __all__ = [
     "element_strides",
     "is_on_device",
     "name_of",
+    "on_every_thread",
     "restore",
     "with_grad_mode",
 ]
@@ -89,6 +90,14 @@ def caller_streams(device: int) -> CallerNotes | None:
     if torch_stream is None and cupy_stream is None:
         return None
     return CallerNotes(torch_stream, cupy_stream)
+
+
+def on_every_thread(stream: int) -> int:
+    """The handle of a stream that other threads may use for it. The handle 2 is another stream on each thread.
+
+    The legacy default stream takes its place. It waits for the default streams of all threads, and they for it.
+    """
+    return _LEGACY_STREAM if stream == _PER_THREAD_STREAM else stream
 
 
 def with_grad_mode(notes: CallerNotes | None) -> CallerNotes | None:
@@ -303,9 +312,8 @@ def _adopt_cupy(cupy: Any, array: Any, field: str, notes: CallerNotes | None) ->
     stream = notes.cupy if notes else None
     if stream is None or stream.device_id not in (-1, index):
         stream = cupy.cuda.get_current_stream(index)
-    if stream.ptr == _PER_THREAD_STREAM:
-        # The handle means another stream on every thread, so the producer must order its own work.
-        return _adopt_dlpack(array, field, "cupy")
+    if on_every_thread(stream.ptr) != stream.ptr:
+        stream = cupy.cuda.Stream.null
     return Adopted(_cupy_view(cupy, array, dtype, stream, array), "cupy", f"cuda:{index}", array)
 
 
@@ -383,7 +391,7 @@ def _torch_view(torch: Any, tensor: Any, dtype: Dtype, stream: Any, source: Any)
         strides=tuple(step * dtype.itemsize for step in tensor.stride()),
         dtype=dtype,
         device=tensor.device.index,
-        stream=stream.cuda_stream,
+        stream=on_every_thread(stream.cuda_stream),
         owner=(tensor, stream),
         source=source,
         make=functools.partial(_make_torch, torch, stream),

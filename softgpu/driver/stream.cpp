@@ -25,6 +25,7 @@ thread_local int thread_capture_mode = 0;  // CUstreamCaptureMode: global
 struct State {
   std::map<Stream*, std::shared_ptr<Stream>> streams;
   std::map<int, std::shared_ptr<Stream>> legacy;
+  std::map<std::pair<int, std::thread::id>, std::shared_ptr<Stream>> per_thread;
   std::map<int, Status> failed;
   std::uint32_t streams_made = 0;
   // What the program's threads have waited for. All share one clock, because how they order each other is not seen.
@@ -65,6 +66,14 @@ std::shared_ptr<Stream> make_stream(int device, unsigned flags, int priority, bo
 std::shared_ptr<Stream> legacy_stream(int device) {
   auto& stream = state().legacy[device];
   if (!stream) stream = make_stream(device, 0, 0, true);
+  stream->implicit = true;
+  return stream;
+}
+
+std::shared_ptr<Stream> per_thread_stream(int device) {
+  auto& stream = state().per_thread[{device, std::this_thread::get_id()}];
+  if (!stream) stream = make_stream(device, 0, 0, false);
+  stream->implicit = true;
   return stream;
 }
 
@@ -173,7 +182,7 @@ std::shared_ptr<Stream> create_stream(int device, unsigned flags, int priority) 
 // Driver API, cuStreamDestroy: returns at once; the stream goes when its work is over.
 Status destroy_stream(Stream* stream) {
   const auto found = state().streams.find(stream);
-  if (found == state().streams.end() || stream->legacy || stream->destroyed) return invalid_handle;
+  if (found == state().streams.end() || stream->implicit || stream->destroyed) return invalid_handle;
   stream->destroyed = true;
   state_changed.notify_all();
   return success;
@@ -181,12 +190,14 @@ Status destroy_stream(Stream* stream) {
 
 std::uint64_t stream_count() {
   std::uint64_t count = 0;
-  for (const auto& [key, stream] : state().streams) count += !stream->legacy && !stream->destroyed;
+  for (const auto& [key, stream] : state().streams) count += !stream->implicit && !stream->destroyed;
   return count;
 }
 
 std::shared_ptr<Stream> find_stream(void* handle) {
-  if (reinterpret_cast<std::uintptr_t>(handle) <= 2) return legacy_stream(current_device());
+  const auto number = reinterpret_cast<std::uintptr_t>(handle);
+  if (number == 2) return per_thread_stream(current_device());
+  if (number < 2) return legacy_stream(current_device());
   const auto found = state().streams.find(static_cast<Stream*>(handle));
   return found == state().streams.end() || found->second->destroyed ? nullptr : found->second;
 }

@@ -81,6 +81,7 @@ struct Stream : std::enable_shared_from_this<Stream> {
   std::uint32_t id = 0;
   bool blocking = false;  // ordered with the legacy default stream
   bool legacy = false;
+  bool implicit = false;  // no program has made it: a default stream
   bool destroyed = false;
   unsigned flags = 0;
   int priority = 0;
@@ -101,8 +102,8 @@ struct Stream : std::enable_shared_from_this<Stream> {
 std::shared_ptr<Stream> create_stream(int device, unsigned flags, int priority);
 Status destroy_stream(Stream* stream);
 std::uint64_t stream_count();  // those that the program has made and not destroyed
-// The stream behind a handle: null and 1 are the legacy default stream of the current device, 2 is the thread's own,
-// which this driver treats as the same one. Returns null if there is no such stream.
+// The stream behind a handle: null and 1 are the legacy default stream of the current device, 2 the calling thread's own
+// ("Stream synchronization behavior": local to the thread, and a blocking stream). Null where there is no such stream.
 std::shared_ptr<Stream> find_stream(void* handle);
 
 // Queues a step, or adds it to the graph if the stream is being captured.

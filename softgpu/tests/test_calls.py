@@ -13,7 +13,7 @@ import pytest
 from cupy.cuda import driver, runtime
 
 from gpu_actors.devices.cuda.cupy_api import CupyApi
-from gpu_actors.devices.cuda.errors import CudaFailure
+from gpu_actors.devices.cuda.errors import NOT_READY, CudaFailure
 from gpu_actors.devices.cuda.tensor_map import encode_tensor_map
 from gpu_actors.devices.interface import TensorMap
 from softgpu import control
@@ -67,6 +67,27 @@ def test_a_pageable_target_is_written_before_the_call_returns(memory: Any, strea
     runtime.memsetAsync(memory.data.ptr, 7, BYTES, stream)
     runtime.memcpyAsync(host.ctypes.data, memory.data.ptr, BYTES, runtime.memcpyDeviceToHost, stream)
     assert set(host.tolist()) == {7}
+
+
+def test_handle_2_is_another_stream_on_each_thread(memory: Any) -> None:
+    """It waits for the legacy default stream, which waits for those of all threads."""
+    events = [runtime.eventCreateWithFlags(runtime.eventDisableTiming) for _ in range(2)]
+    control.slow_copy(0.3)
+    runtime.memcpyAsync(memory.data.ptr, memory.data.ptr, BYTES, runtime.memcpyDeviceToDevice, 2)
+
+    def record() -> None:
+        for event, handle in zip(events, (2, 1), strict=True):
+            runtime.eventRecord(event, handle)
+        runtime.streamSynchronize(2)
+
+    thread = threading.Thread(target=record)
+    thread.start()
+    thread.join()
+    assert [runtime.eventQuery(event) for event in events] == [0, NOT_READY]
+    runtime.eventSynchronize(events[1])
+    assert runtime.streamQuery(2) == 0
+    for event in events:
+        runtime.eventDestroy(event)
 
 
 def test_a_copy_beyond_a_block_is_refused(stream: int) -> None:

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from fakes.cuda import FakeCuda
 from fakes.tensor import DeviceTensor
+from inside.actors import caller_launch
 
-from gpu_actors.arrays import adopt as arrays
 from gpu_actors.arrays.adopt import (
     CallerNotes,
     Reinterpreted,
@@ -26,6 +26,8 @@ from gpu_actors.arrays.adopt import (
 )
 from gpu_actors.arrays.device_array import DeviceArray, element_strides
 from gpu_actors.errors import InvalidRequest, OutOfDeviceMemory
+
+stream_of = caller_launch.stream_of
 
 
 def refusal(array: Any, field: str = "q", **how: Any) -> InvalidRequest:
@@ -111,18 +113,17 @@ def test_a_cupy_array_is_adopted_in_the_order_of_the_callers_stream(dtype: Any) 
     assert (turned.shape, turned.data.ptr) == ((4, 6), array.data.ptr)
 
 
-def test_a_stream_that_means_another_on_every_thread_leaves_the_order_to_cupy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = []
-
-    def adopt_dlpack(array: Any, field: str, kind: arrays.Kind) -> arrays.Adopted:
-        asked.append(kind)
-        return arrays.Adopted(np.zeros(4, np.float32), kind, "cuda:0", array)
-
-    monkeypatch.setattr(arrays, "_adopt_dlpack", adopt_dlpack)
-    adopt(cupy_array((4,), np.float32), "q", CallerNotes(cupy=cupy.cuda.Stream.ptds))
-    assert asked == ["cupy"]
+def test_a_stream_that_means_another_on_every_thread_is_one_with_the_default_stream() -> None:
+    """The two wait for each other."""
+    array = cupy_array((4,), np.float32)
+    adopted = adopt(array, "q", CallerNotes(cupy=cupy.cuda.Stream.ptds))
+    assert isinstance(adopted.array, DeviceArray)
+    assert (adopted.array.stream, adopted.array.owner[1], adopted.source) == (0, cupy.cuda.Stream.null, array)
+    assert adopted.array.make is not None
+    for own in (2, cupy.cuda.Stream.ptds, SimpleNamespace(cuda_stream=2)):
+        assert stream_of(own) == 1
+    for other in (0, 1, 1234):
+        assert stream_of(other) == stream_of(SimpleNamespace(ptr=other)) == other
 
 
 def test_fp8_in_a_cupy_array_is_named_by_the_caller() -> None:

@@ -113,6 +113,31 @@ def test_cupy_arrays_on_a_stream_of_their_own(context: Any) -> None:
         check_output(cupy.asnumpy(out), None, *host)
 
 
+@pytest.mark.parametrize("given", ["a number", "an object", "nothing"])
+def test_a_step_on_the_stream_of_its_own_thread_ends_behind_its_layers(context: Any, given: str) -> None:
+    """The handle 2 is another stream on each thread, so the actor's thread cannot record the end of the step there."""
+    import cupy
+    from cupy.cuda import runtime
+
+    sizes: dict[str, Any] = {"num_blocks": 8, "page_size": 8, "kv_heads": 1, "head_dim": 64, "dtype": "float16"}
+    own = cupy.cuda.Stream.ptds
+    with context.kv_cache(**sizes, layers=1) as cache, own:
+        seq = cache.create().result(60)
+        q, k, v = (cupy.asarray(np.ones((1, 1, 1, 64), np.float16)) for _ in range(3))
+        sources = [cupy.asarray(np.full((1, 1, 1, 64), value, np.float16)) for value in (2, 3)]
+        late = cupy.asarray(np.ones(1 << 26, np.uint8))
+        own.synchronize()
+        for number, source in enumerate(sources, 1):
+            for _ in range(20):
+                runtime.memcpyAsync(late.data.ptr, late.data.ptr, late.nbytes, runtime.memcpyDeviceToDevice, own.ptr)
+            runtime.memcpyAsync(v.data.ptr, source.data.ptr, v.nbytes, runtime.memcpyDeviceToDevice, own.ptr)
+            step = cache.step([seq], heads_q=1).result(60)
+            out = step.attend(0, q, k, v, stream={"a number": own.ptr, "an object": own, "nothing": None}[given])
+            assert step.commit().result(60) == [number]
+            assert own.done
+            assert out.get().item(0) == {1: 2.0, 2: 2.5}[number]
+
+
 def test_a_full_device_fails_one_request_and_later_ones_succeed() -> None:
     import cupy
 
