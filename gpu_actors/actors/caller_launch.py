@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from gpu_actors.arrays.adopt import on_every_thread
@@ -45,6 +46,22 @@ class CallerLaunches:
         `LaunchError`, `ContextLost` and other errors of a launch.
         """
         handle = self._stream_for(arrays["q"], stream)
+        device = self._cell.environment.device
+        if device.info.kind == "cuda" and not isinstance(arrays["q"], DeviceArray) and not device.is_current():
+            # Another device is current on this thread, and stays so. A thread of this package's own launches.
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(device.bind_thread).result()
+                return pool.submit(self._run, known, kept, arrays, handle, make).result()
+        return self._run(known, kept, arrays, handle, make)
+
+    def _run(
+        self,
+        known: Launch | None,
+        kept: Mapping[str, Any],
+        arrays: Mapping[str, Any],
+        handle: int | None,
+        make: Callable[[], Launch],
+    ) -> Outputs:
         try:
             if known is not None and "out" in arrays and self.series.repeat(known, kept, arrays, handle):
                 return arrays

@@ -323,6 +323,7 @@ CUDA int cuEventCreate(Event** event, unsigned flags) {
   Held held(state_lock);
   if (const Status status = entry_status()) return status;
   *event = new Event;
+  (*event)->device = current_device();
   (*event)->timed = !(flags & 2);  // CU_EVENT_DISABLE_TIMING
   return success;
 }
@@ -438,7 +439,8 @@ CUDA int cuLaunchKernel(Function* function, unsigned gx, unsigned gy, unsigned g
   return on_stream(handle, [&](Held&, Stream& stream) -> Status {
     if (!is_function(function)) return invalid_handle;
     if (extra) return not_supported;
-    if (function->module->device != stream.device) return invalid_handle;
+    // Programming Guide, "Stream and Event Behavior": a launch on a stream of a device that is not current fails.
+    if (function->module->device != stream.device || current_device() != stream.device) return invalid_handle;
     const std::uint32_t grid[3] = {gx, gy, gz}, block[3] = {bx, by, bz};
     if (const Status status = check_launch(*function, grid, block, shared_bytes)) return status;
     return enqueue(stream, launch_step(*function, grid, block, shared_bytes, arguments));

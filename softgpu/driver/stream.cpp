@@ -216,6 +216,7 @@ Status enqueue(Stream& stream, Step step) {
 
 Status record(Event& event, Stream& stream) {
   if (const Status status = sticky(stream.device)) return status;
+  if (event.device != stream.device) return invalid_handle;  // "Stream and Event Behavior"
   if (const Status status = refuse_legacy(stream)) return status;
   event.recorded = true;
   event.captured = stream.capture != nullptr;

@@ -65,6 +65,7 @@ struct Operation {
 
 struct Event {
   Position position;
+  int device = 0;
   bool recorded = false;
   bool lost = false;      // its record never completes
   bool captured = false;  // last recorded while its stream was being captured

@@ -58,3 +58,25 @@ with ga.open_context("cuda", isolation="process") as ctx:
     )
     said = ["ContextLost", "StaleBuffer", "StaleBuffer", "True", "True", "2", "answered", "answered"]
     assert ended.stdout.split() == said, ended.stderr
+
+
+def test_arrays_of_the_host_leave_the_current_device_of_a_thread_alone(in_a_process: Any) -> None:
+    """A step and a prepared request launch on the caller's thread, whose current device may be another."""
+    ended = in_a_process(
+        BODY
+        + f"""
+q = q[:, :1]
+with ga.open_context("cuda:0") as ctx, ctx.kv_cache(**{SETTINGS!r}, layers=1) as cache:
+    seq = cache.create().result(60)
+    runtime.setDevice(1)
+    print((ctx.flash_attn.forward(q, q, q).result(60).out == q).all(), runtime.getDevice())
+    plan = ctx.flash_attn.prepare(ga.FlashForward(q, q, q)).result(60)
+    for _ in range(2):
+        step = cache.step([seq], heads_q=2, like=dict(q=q, k=q, v=q)).result(60)
+        print((step.attend(0, q, q, q) == q).all(), (plan.run(q).out == q).all(), runtime.getDevice())
+        print(*step.commit().result(60))
+""",
+        SOFTGPU_DEVICES="2",
+    )
+    said = ["True", "1", "True", "True", "1", "1", "True", "True", "1", "2"]
+    assert ended.stdout.split() == said, ended.stdout + ended.stderr

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import gc
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -357,6 +358,27 @@ def test_the_default_stream_is_not_used_while_a_blocking_stream_is_captured(monk
         made.finish()
         for (*_, out), wanted in zip(graphs.arrays, graphs.wanted(made.twins, values), strict=True):
             np.testing.assert_array_equal(host_view(out), wanted)
+
+
+def test_arrays_of_the_host_do_not_make_the_device_current_on_a_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    with program("eager", 3) as made:
+        launch, threads = made.api.launch_kernel, list[int]()
+
+        def note(*given: Any) -> None:
+            threads.append(threading.get_ident())
+            launch(*given)
+
+        q, k = np.ones((2, 1, HEADS_Q, DIM), np.float16), np.ones((2, 1, HEADS, DIM), np.float16)
+        step = made.cache.step(made.seqs, heads_q=HEADS_Q, like={"q": q, "k": k, "v": k}).result(20)
+        monkeypatch.setattr(made.api, "launch_kernel", note)
+        for current in (True, False):
+            monkeypatch.setattr(made.api, "is_current", lambda current=current: current)
+            threads.clear()
+            for layer in range(LAYERS):
+                step.attend(layer, q, k, k)
+            assert [thread == threading.get_ident() for thread in threads] == [current] * len(threads)
+            assert threads
+        assert step.commit().result(20) == [6, 6]
 
 
 def test_a_context_that_is_closed_leaves_a_capture_alone() -> None:
