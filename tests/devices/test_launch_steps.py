@@ -20,7 +20,7 @@ from gpu_actors.devices.emulation.emulated_api import EmulatedApi
 from gpu_actors.devices.host import host_array
 from gpu_actors.devices.interface import Buffer, Event, Kernel, Launch, LaunchGeometry, OutputSpec, ScratchSpec, Step
 from gpu_actors.devices.mock import MockDevice
-from gpu_actors.errors import InvalidRequest, LaunchError
+from gpu_actors.errors import InvalidRequest, LaunchError, OutOfDeviceMemory
 from gpu_actors.testing import MockClock
 
 # The first kernel doubles x into scratch; the second adds the scratch to the output and to the pool, both through a
@@ -106,8 +106,6 @@ def test_allocated_memory_is_cleared_or_poisoned(kind: str, emulated: CudaDevice
 
 
 def test_host_array_names_what_does_not_fit() -> None:
-    from gpu_actors.errors import OutOfDeviceMemory
-
     with pytest.raises(OutOfDeviceMemory, match="float64"):
         host_array((1 << 50,), "float64", zero=True)
 
@@ -212,6 +210,47 @@ def test_a_stream_clears_what_kernels_leave_as_0_before_the_first_alone(order: A
     assert held == [1, 2], "once for each stream"
     bench.device.close()
     assert cuda.leaks() == {}
+
+
+def count(memory: FakeMemory, params: bytes, geometry: Geometry) -> None:
+    operands = views(memory, params)
+    operands["counter"][...] += 1
+
+
+@pytest.mark.parametrize("how", ["a launch", "a series", "the next series"])
+def test_what_a_part_of_a_launch_left_is_cleared(how: str) -> None:
+    """The second kernel, which puts the counter back to 0, could not be launched."""
+    cuda = FakeCuda({**KERNELS, "draw": draw, "count": count})
+    bench = Bench(cuda)
+    cubin = Cubin(b"draws", "sm_90a", ("count", "draw"), "", {})
+    launch = drawing(bench.device.load(cubin, "draw"))
+    (step,) = launch.steps
+    launch.steps = (step._replace(kernel=bench.device.load(cubin, "count")), step)
+    x, out = (bench.device.memory.empty(X.shape, "float32") for _ in range(2))
+    if how != "a launch":
+        launch.inputs, launch.outputs = {"x": x}, {"out": OutputSpec(X.shape, "float32", out)}
+    series = bench.stream.series()
+
+    def run() -> Any:
+        if how == "a launch":
+            event = bench.stream.launch(launch)
+            event.wait()
+            return event.outputs["out"]
+        series.add(launch)
+        series.mark().wait()
+        return cuda.memory.array(out.address, X.shape, np.dtype("float32"))
+
+    for _ in range(3):
+        assert (run() == 1).all()
+        cuda.fail("launch_kernel", 0, 2)
+        with pytest.raises(OutOfDeviceMemory):
+            run()
+        if how == "the next series":
+            series.end().wait()
+            series = bench.stream.series()
+    assert (run() == 1).all()
+    series.end().wait()
+    bench.device.close()
 
 
 DRAWS = """

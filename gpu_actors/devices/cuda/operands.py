@@ -421,6 +421,14 @@ class Operands:
 
     def launch(self, api: CudaApi, stream: int) -> None:
         """Enqueue the copies of joined arrays, the clearing of outputs and scratch, and then the kernels."""
+        try:
+            self._launch_steps(api, stream)
+        except BaseException:
+            if self._armed is not None:  # a part of the kernels may be enqueued, and leave something else than 0
+                self._armed.cleared = False
+            raise
+
+    def _launch_steps(self, api: CudaApi, stream: int) -> None:
         placement = self._placement
         if placement.joined and self._launch is not None:
             for place, address in zip(placement.joined, self.bound.joined, strict=True):

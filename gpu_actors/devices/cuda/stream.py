@@ -275,7 +275,9 @@ class CudaStream(Stream):
                         if made_on is not None:
                             self._order_after(made_on, here)
                 self._upload(series, operands, here)
+                series.uploaded.remove(operands)  # what a launch leaves that fails is cleared by the next upload
                 operands.launch(api, here)
+                series.uploaded.add(operands)
             except CudaFailure as failure:
                 raise driver.failed(failure) from failure
 
