@@ -371,8 +371,10 @@ def bias_of(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor, lead: tuple[in
     return mask.expand(*mask.shape[:2], rows, keys).contiguous()
 
 
+# A call waits for its result, so a compiler must capture none into a CUDA graph, as mode="reduce-overhead" would.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
 _operator = torch.library.custom_op(
-    "gpu_actors::attention", _forward, mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)"
+    "gpu_actors::attention", _forward, mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)", tags=_TAGS
 )
 _operator.register_fake(_fake_forward)
 _operator.register_autograd(_differentiate, setup_context=_keep)
@@ -381,6 +383,7 @@ _operator_backward = torch.library.custom_op(
     _backward,
     mutates_args=(),
     schema=f"(Tensor dout, Tensor out, Tensor lse, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=_TAGS,
 )
 _operator_backward.register_fake(_fake_backward)
 _operator_backward.register_autograd(refuse_second)

@@ -294,6 +294,27 @@ def test_a_graph_picks_sequences_by_a_mask(ctx: ga.GpuContext) -> None:
         assert torch.equal(compiled(*operands, keep), function(*operands, keep))
 
 
+def test_a_graph_of_cuda_captures_neither_operator(ctx: ga.GpuContext) -> None:
+    """torch.compile(mode="reduce-overhead") captures what it takes for safe, and a call here waits for its result."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.utils import is_cudagraph_unsafe_fx_node
+
+    seen: list[Any] = []
+
+    def keep(graph: Any, _: Any) -> Any:
+        seen.extend(node for node in graph.graph.nodes if "gpu_actors" in str(node.target))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    compiled = torch.compile(lambda q, k, v: interop.attention(q, k, v, context=ctx) + 1, backend=backend)
+    compiled(*(x.requires_grad_() for x in qkv().values())).sum().backward()
+    assert [str(node.target) for node in seen] == [
+        f"gpu_actors.attention{suffix}.default" for suffix in ("", "_backward")
+    ]
+    assert all(is_cudagraph_unsafe_fx_node(node) for node in seen)
+
+
 def test_the_table_has_every_argument() -> None:
     assert list(DEFAULTS) == list(operator._NAMES)
     named = {name for form in FORMS.values() for name in form}
