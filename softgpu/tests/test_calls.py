@@ -157,6 +157,32 @@ def test_another_thread_may_allocate_while_one_captures(stream: int) -> None:
     runtime.free(addresses[0])
 
 
+def test_a_pool_without_room_leaves_a_capture_of_another_thread_whole(stream: int) -> None:
+    """Its free blocks are freed before it asks again. cudaFree is no call for a thread beside a global capture."""
+    api = CupyApi(0)
+    api.bind()
+    api.free(api.allocate(BYTES))
+    outcome: list[Any] = []
+
+    def allocate() -> None:
+        api.bind()
+        try:
+            control.fail_allocation()
+            block = api.allocate(1 << 21)
+            outcome.append(block.address)
+            api.free(block)
+        except CudaFailure as failure:
+            outcome.append(failure)
+
+    runtime.streamBeginCapture(stream, runtime.streamCaptureModeGlobal)
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    thread.join()
+    runtime.graphDestroy(runtime.streamEndCapture(stream))
+    assert isinstance(outcome[0], int)
+    api.close()
+
+
 @pytest.mark.parametrize("flags", [0, runtime.streamNonBlocking])
 def test_the_legacy_stream_is_not_used_while_a_blocking_one_is_captured(memory: Any, flags: int) -> None:
     """A question whether it is being captured fails, too, and breaks no capture."""

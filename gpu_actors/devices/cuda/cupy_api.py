@@ -44,12 +44,6 @@ class _Relaxed:
         _exchange_capture_mode(self._mode)
 
 
-def _malloc(nbytes: int) -> Any:
-    """What CuPy's pool asks for where it has no block of the size."""
-    with _Relaxed():
-        return cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0)
-
-
 def _checked(call: Callable[P, R]) -> Callable[P, R]:
     """Turn CuPy's exceptions into `CudaFailure`."""
 
@@ -82,7 +76,7 @@ class CupyApi:
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._pool = cupy.cuda.MemoryPool(_malloc)
+        self._pool = cupy.cuda.MemoryPool()
 
     @_checked
     def bind(self) -> None:
@@ -110,7 +104,8 @@ class CupyApi:
 
     @_checked
     def allocate(self, nbytes: int) -> MemoryBlock:
-        return CupyBlock(self._pool.malloc(nbytes))
+        with _Relaxed():  # the pool may ask the driver for memory, and give free blocks back to it before
+            return CupyBlock(self._pool.malloc(nbytes))
 
     def free(self, block: MemoryBlock) -> None:
         assert isinstance(block, CupyBlock)
