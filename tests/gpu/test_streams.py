@@ -138,6 +138,33 @@ def test_a_step_on_the_stream_of_its_own_thread_ends_behind_its_layers(context: 
             assert out.get().item(0) == {1: 2.0, 2: 2.5}[number]
 
 
+def test_a_result_for_another_library_may_be_dropped_while_it_is_read(context: Any) -> None:
+    """No library of the caller's keeps the order of its memory, so that of the default stream is kept."""
+    import cupy
+    from cupy.cuda import runtime
+
+    class Foreign:
+        def __init__(self, array: Any) -> None:
+            self.__dlpack__ = array.__dlpack__
+            self.__dlpack_device__ = array.__dlpack_device__
+
+    inputs = [Foreign(cupy.asarray(np.full((1, 64, 2, 64), value, np.float16))) for value in (1, 2)]
+    late, read = cupy.asarray(np.ones(1 << 26, np.uint8)), cupy.asarray(np.zeros((1, 64, 2, 64), np.float16))
+    context.flash_attn.forward(*inputs[1:] * 3).result(60)
+    runtime.deviceSynchronize()
+    out = context.flash_attn.forward(*inputs[:1] * 3).result(60).out
+    for _ in range(20):
+        runtime.memcpyAsync(late.data.ptr, late.data.ptr, late.nbytes, runtime.memcpyDeviceToDevice, 0)
+    runtime.memcpyAsync(read.data.ptr, out.data.ptr, out.nbytes, runtime.memcpyDeviceToDevice, 0)
+    place = out.data.ptr
+    del out
+    gc.collect()
+    again = context.flash_attn.forward(*inputs[1:] * 3).result(60).out
+    assert again.data.ptr == place
+    assert set(read.get().ravel().tolist()) == {1.0}
+    assert set(again.get().ravel().tolist()) == {2.0}
+
+
 def test_a_full_device_fails_one_request_and_later_ones_succeed() -> None:
     import cupy
 

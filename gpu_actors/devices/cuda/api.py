@@ -64,7 +64,11 @@ class CudaApi(Protocol):
     """The calls of one device. Before any call but `free` and `close` a thread must call `bind`.
 
     emulation: the emulated device's further calls, None for a GPU.
+    lent_after: the stream in whose order blocks of `lend` are reused, None if they are allocated as by `allocate`.
     """
+
+    @property
+    def lent_after(self) -> int | None: ...
 
     @property
     def emulation(self) -> Emulation | None: ...
@@ -92,8 +96,11 @@ class CudaApi(Protocol):
     def allocate(self, nbytes: int) -> MemoryBlock:
         """Allocate a block that no enqueued work uses."""
 
+    def lend(self, nbytes: int) -> MemoryBlock:
+        """Allocate a block that may be freed while work still uses it. The next work on it waits for ``lent_after``."""
+
     def free(self, block: MemoryBlock) -> None:
-        """Return a block to the pool. Work on the block must have finished."""
+        """Return a block to the pool. Work on a block of `allocate` must have finished."""
 
     def trim(self) -> None:
         """Return the pool's free blocks to the driver."""

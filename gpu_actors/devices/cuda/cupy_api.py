@@ -73,10 +73,12 @@ class CupyApi:
     """The calls of one device. It has its own pool: the program's allocators are neither used nor changed."""
 
     emulation: None = None
+    lent_after: int | None = runtime.streamLegacy
 
     def __init__(self, index: int) -> None:
         self._index = index
         self._pool = cupy.cuda.MemoryPool()
+        self._lent = cupy.cuda.MemoryPool()
 
     @_checked
     def bind(self) -> None:
@@ -107,6 +109,11 @@ class CupyApi:
         with _Relaxed():  # the pool may ask the driver for memory, and give free blocks back to it before
             return CupyBlock(self._pool.malloc(nbytes))
 
+    @_checked
+    def lend(self, nbytes: int) -> MemoryBlock:
+        with _Relaxed():
+            return CupyBlock(self._lent.malloc(nbytes))
+
     def free(self, block: MemoryBlock) -> None:
         assert isinstance(block, CupyBlock)
         block.pointer = None
@@ -115,6 +122,7 @@ class CupyApi:
     def trim(self) -> None:
         with _Relaxed(), cupy.cuda.Device(self._index):
             self._pool.free_all_blocks()
+            self._lent.free_all_blocks()
 
     @_checked
     def allocate_pinned(self, nbytes: int) -> int:

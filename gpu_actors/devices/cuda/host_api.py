@@ -20,7 +20,7 @@ from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeAlias, 
 import numpy as np
 import numpy.typing as npt
 
-from gpu_actors.devices.cuda.api import Emulation
+from gpu_actors.devices.cuda.api import Emulation, MemoryBlock
 from gpu_actors.devices.cuda.errors import CudaFailure, WorkFailed
 from gpu_actors.devices.interface import Buffer, LaunchGeometry, Params
 from gpu_actors.errors import GpuActorsError, LaunchError, caused
@@ -124,6 +124,8 @@ class HostApi(ABC):
         random delays, any stream, by ``seed``.
     """
 
+    lent_after: int | None = None
+
     @property
     def emulation(self) -> Emulation | None:
         return None
@@ -148,6 +150,13 @@ class HostApi(ABC):
         self._recorded = threading.Condition(self._lock)
 
     # What a subclass has
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> MemoryBlock:
+        """See `CudaApi.allocate`."""
+
+    def lend(self, nbytes: int) -> MemoryBlock:
+        return self.allocate(nbytes)
 
     @abstractmethod
     def device_bytes(self, address: int, nbytes: int) -> Bytes:

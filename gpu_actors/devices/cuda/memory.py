@@ -119,16 +119,31 @@ class MemoryPools:
         It is for launches: its memory is reused as soon as it is freed, so any other work on it must have finished by
         then. Raises OutOfDeviceMemory.
         """
+        return self._array(shape, dtype, self.driver.api.allocate, None)
+
+    def lend(self, shape: tuple[int, ...], dtype: str) -> DeviceArray:
+        """Allocate an array like `empty`, for a caller, who may drop it while work of his own still reads it.
+
+        Its memory is reused in the order of the legacy default stream. Raises OutOfDeviceMemory.
+        """
+        return self._array(shape, dtype, self.driver.api.lend, self.driver.api.lent_after)
+
+    def _array(
+        self, shape: tuple[int, ...], dtype: str, allocate: Callable[[int], MemoryBlock], stream: int | None
+    ) -> DeviceArray:
         kind = dtype_of(dtype)
         nbytes = math.prod(shape) * kind.itemsize
-        memory = DeviceMemory(self, nbytes) if nbytes else None
+        memory = DeviceMemory(self, nbytes, allocate=allocate) if nbytes else None
         address = memory.addresses[0] if memory is not None else 0
         strides = contiguous_strides(shape, kind.itemsize)
-        return DeviceArray(address, tuple(shape), strides, kind, self.driver.index, owner=memory)
+        return DeviceArray(address, tuple(shape), strides, kind, self.driver.index, stream, memory)
 
-    def allocate(self, nbytes: int) -> MemoryBlock:
-        """Allocate device memory. Raises OutOfDeviceMemory if it fails even after the pool's free blocks are freed."""
-        return self._allocate_or_trim(self.driver.api.allocate, nbytes, "device memory")
+    def allocate(self, nbytes: int, allocate: Callable[[int], MemoryBlock] | None = None) -> MemoryBlock:
+        """Allocate device memory. Raises OutOfDeviceMemory if it fails even after the pool's free blocks are freed.
+
+        allocate: the call for it. Default: `CudaApi.allocate`.
+        """
+        return self._allocate_or_trim(allocate or self.driver.api.allocate, nbytes, "device memory")
 
     def free(self, block: MemoryBlock) -> None:
         """Free a block. Any thread may call it. Work on the block must have finished."""
@@ -171,11 +186,12 @@ class DeviceMemory:
 
     __slots__ = ("_blocks", "_pools", "addresses")
 
-    def __init__(self, pools: MemoryPools, *sizes: int) -> None:
+    def __init__(self, pools: MemoryPools, *sizes: int, allocate: Callable[[int], MemoryBlock] | None = None) -> None:
+        """allocate: as in `MemoryPools.allocate`."""
         self._pools = pools
         self._blocks: list[MemoryBlock] = []
         for nbytes in sizes:
-            self._blocks.append(pools.allocate(nbytes))
+            self._blocks.append(pools.allocate(nbytes, allocate))
         self.addresses: tuple[int, ...] = tuple([block.address for block in self._blocks])
 
     def release(self) -> None:

@@ -36,6 +36,7 @@ class NullApi:
     """
 
     emulation: None = None
+    lent_after: int | None = None
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.calls: Counter[str] = Counter()
@@ -69,6 +70,9 @@ class NullApi:
     def allocate(self, nbytes: int) -> MemoryBlock:
         self.calls["allocate"] += 1
         return _Block(self._freed.pop() if self._freed else next(self._addresses))
+
+    def lend(self, nbytes: int) -> MemoryBlock:
+        return self.allocate(nbytes)
 
     def free(self, block: MemoryBlock) -> None:
         self.calls["free"] += 1

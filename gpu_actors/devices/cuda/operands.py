@@ -524,7 +524,7 @@ class Operands:
 
         Raises `OutOfDeviceMemory`, and `LaunchError` for another error of the library.
         """
-        make = first.make or self._pools.empty
+        make = first.make or self._pools.lend
         try:
             with self._pools.driver.api.relaxed():
                 return make(spec.shape, spec.dtype)
