@@ -95,9 +95,10 @@ class CallerLaunches:
 
     def _stream_for(self, q: Any, stream: Any) -> int | None:
         """The given stream, or q's. Raises `InvalidRequest`, also if q's device is not current on this thread."""
-        handle = stream_of(stream)
+        device = self._cell.environment.device
+        handle = stream_of(stream, device.info.device_name)
         if isinstance(q, DeviceArray):
-            if not self._cell.environment.device.is_current():
+            if not device.is_current():
                 reason = "must be given on a thread whose current device is the array's"
                 raise InvalidRequest("q", describe(q), reason)
             handle = q.stream if handle is None else handle
@@ -111,11 +112,17 @@ class CallerLaunches:
         return as_answer(error, cell.environment.context_lost, cell.name, "could not launch")
 
 
-def stream_of(stream: Any) -> int | None:
-    """The handle of a caller's CUDA stream on every thread, or None if none is given. Raises `InvalidRequest`."""
+def stream_of(stream: Any, device: str) -> int | None:
+    """The handle of a caller's CUDA stream on every thread, or None if none is given. Raises `InvalidRequest`.
+
+    device: "cuda:N", which the stream must belong to, or "cpu".
+    """
     if stream is None:
         return None
     handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", stream))
-    if not isinstance(handle, int) or isinstance(stream, bool):
+    if type(handle) is not int or not 0 <= handle < 1 << 64:
         raise InvalidRequest("stream", show(stream), "must be an int, or a stream of torch or CuPy")
+    index = getattr(stream, "device_id", getattr(getattr(stream, "device", None), "index", None))
+    if index not in (None, -1) and device not in ("cpu", f"cuda:{index}"):
+        raise InvalidRequest("stream", show(stream), f"must be a stream of {device}, not of cuda:{index}")
     return on_every_thread(handle)

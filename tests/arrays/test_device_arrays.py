@@ -121,9 +121,27 @@ def test_a_stream_that_means_another_on_every_thread_is_one_with_the_default_str
     assert (adopted.array.stream, adopted.array.owner[1], adopted.source) == (0, cupy.cuda.Stream.null, array)
     assert adopted.array.make is not None
     for own in (2, cupy.cuda.Stream.ptds, SimpleNamespace(cuda_stream=2)):
-        assert stream_of(own) == 1
+        assert stream_of(own, "cuda:0") == 1
     for other in (0, 1, 1234):
-        assert stream_of(other) == stream_of(SimpleNamespace(ptr=other)) == other
+        assert stream_of(other, "cuda:0") == stream_of(SimpleNamespace(ptr=other), "cuda:0") == other
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_stream_belongs_to_the_contexts_device(index: int) -> None:
+    """Handle 0 is the default stream of every device, and a launch on a stream of another device fails."""
+    torchs = SimpleNamespace(cuda_stream=0, device=SimpleNamespace(index=index))
+    for stream in (torchs, SimpleNamespace(ptr=1234, device_id=index)):
+        with pytest.raises(InvalidRequest, match=f"stream=.*cuda:{1 - index}, not of cuda:{index}"):
+            stream_of(stream, f"cuda:{1 - index}")
+        assert stream_of(stream, f"cuda:{index}") == stream_of(stream, "cpu") in (0, 1234)
+    assert stream_of(cupy.cuda.Stream.null, f"cuda:{index}") == 0
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 64, 1.0, True, "0"])
+def test_what_is_no_handle_of_a_stream_is_refused(number: Any) -> None:
+    for given in (number, SimpleNamespace(ptr=number), SimpleNamespace(cuda_stream=number)):
+        with pytest.raises(InvalidRequest, match=r"stream=.*must be an int, or a stream of torch or CuPy"):
+            stream_of(given, "cuda:0")
 
 
 def test_fp8_in_a_cupy_array_is_named_by_the_caller() -> None:
