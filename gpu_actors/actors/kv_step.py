@@ -22,6 +22,7 @@ from gpu_actors.actors.kv_store import (
     KvWork,
 )
 from gpu_actors.arrays.adopt import Adopted, name_of, restore
+from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.arrays.layout import ArrayLayout, contiguous, read_arrays
 from gpu_actors.arrays.request_arrays import changed, take_in
 from gpu_actors.devices.interface import Event, Launch, Outputs, Series
@@ -58,13 +59,14 @@ class StepLayers:
     """Layers of one group with the same options.
 
     work: the work of one of them. layouts: the layout of each array. first: the first launch of these layers, None
-    before it. cascade: whether ``first`` is a cascade.
+    before it. cascade: whether ``first`` is a cascade. launched: whether a launch has waited for the options' arrays.
     """
 
     work: KvWork
     layouts: dict[str, ArrayLayout]
     first: Launch | None = None
     cascade: bool = False
+    launched: bool = False
 
     def share_pages(self, cascader: Cascader) -> Cascading | None:
         """Make the launches read shared pages once, if that pays. Returns the choice, None if no pages are shared."""
@@ -96,6 +98,14 @@ class StepLayers:
         outputs = {**first.outputs, "out": first.outputs["out"]._replace(into=out)}
         inputs = {**first.inputs, **own}
         return Launch(first.key, inputs, outputs, first.oracle, first.steps, first.scratch, first.updates)
+
+    def note_launch(self) -> None:
+        """Let later launches not wait for the options' arrays. They run after this one, so a capture may hold them."""
+        self.launched = True
+        if self.first is not None:
+            arrays = self.first.inputs.items()
+            own = {name: dataclasses.replace(one, stream=None) for name, one in arrays if isinstance(one, DeviceArray)}
+            self.first = dataclasses.replace(self.first, inputs={**self.first.inputs, **own})
 
     def renew(self, captured: StepLayers, series: Series) -> None:
         """Put the tables of this step where captured launches read them."""
@@ -244,6 +254,8 @@ class OpenStep:
             self._captured(layer, arrays["q"])
         else:
             self._attended.add(layer)
+            if not layers.launched:
+                layers.note_launch()
         if self._traced:
             self._trace("step.layer", layer=layer, captured=self._launches.series.captured)
         return outputs, template

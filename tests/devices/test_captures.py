@@ -266,6 +266,35 @@ class TestRefusals:
             step.abort().result(20)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_options_on_the_device_may_belong_to_another_stream_than_the_capture(order: HostOrder) -> None:
+    """As with torch, which captures on a stream of its own. The layers before the capture have waited for them."""
+    with program(order, 3) as made:
+        graphs, (warm, recorded) = Graphs(made), made.streams
+        made.delay(warm)
+        slopes = made.produced(np.array([0.5, 0.25], np.float32), warm)
+        options: Any = {"alibi_slopes": slopes, "max_length": LONGEST}
+        graphs.write(warm)
+        step = made.cache.step(made.seqs, heads_q=HEADS_Q, **options).result(20)
+        graphs.attend(step, warm)
+        wanted = [made.consumed(array[3], warm) for array in graphs.arrays]
+        made.finish()
+        made.api.begin_capture(recorded)
+        graphs.attend(step, recorded)
+        graphs.graph = made.api.end_capture(recorded)
+        step.abort().result(20)
+        captured = step.captured
+        assert captured is not None
+        for _ in range(2):
+            step = captured.step(made.seqs).result(20)
+            step.replay(lambda: made.api.launch_graph(graphs.graph, recorded), stream=recorded)
+            outs = [made.consumed(array[3], recorded) for array in graphs.arrays]
+            step.abort().result(20)
+            made.finish()
+            for out, want in zip(outs, wanted, strict=True):
+                assert np.array_equal(host_view(out), host_view(want))
+
+
 def test_an_error_of_the_replay_aborts_the_step_and_the_capture_goes_on() -> None:
     with program("eager", 1) as made:
         graphs = Graphs(made)
