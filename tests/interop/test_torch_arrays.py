@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from inside.arrays import CallerNotes, adopt, caller_streams, check_output, restore
 
+import gpu_actors as ga
 from gpu_actors.errors import InvalidRequest
 
 torch = pytest.importorskip("torch")
@@ -95,3 +96,25 @@ def test_a_tensor_that_is_not_plain_memory_is_refused(make: Any, words: str) -> 
 def test_the_callers_streams_of_a_program_without_cuda_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "cupy", raising=False)  # other tests load it
     assert caller_streams(0) is None
+
+
+def test_a_compiled_model_attends_in_a_step() -> None:
+    sizes: dict[str, Any] = {"num_blocks": 16, "page_size": 4, "kv_heads": 2, "head_dim": 8, "dtype": "float32"}
+    weights = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(3)) / 6
+
+    def model(x: Any, attend: Any) -> Any:
+        for layer, weight in enumerate(weights):
+            heads = (x @ weight).view(1, 1, 8, 8)
+            q, k, v = (part.contiguous() for part in heads.split((4, 2, 2), 2))
+            x = x + attend(layer, q, k, v).view(1, 32)
+        return x
+
+    with ga.open_context("mock") as ctx, ctx.kv_cache(**sizes, layers=2) as cache:
+        answers = []
+        for called in (model, torch.compile(model, backend="eager")):
+            seq, x = cache.create().result(20), torch.ones(1, 32)
+            for _ in range(3):
+                with cache.step([seq], heads_q=4).result(20) as step:
+                    x = called(x, torch.compiler.disable(step.attend))
+            answers.append(x)
+        assert torch.equal(*answers)
