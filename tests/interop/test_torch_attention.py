@@ -193,7 +193,7 @@ def test_slopes_that_are_learnt_elsewhere_serve_where_no_gradient_is_wanted(ctx:
         attention(q, k, v, context=ctx, alibi_slopes=slopes)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own use of it
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own use of it
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sinks"])
 def test_a_tangent_is_refused_and_not_dropped(ctx: ga.GpuContext, name: str) -> None:
     q, k, v = operands(grad=False)
@@ -207,7 +207,7 @@ def test_a_tangent_is_refused_and_not_dropped(ctx: ga.GpuContext, name: str) -> 
     assert caught.value.field == name
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own use of it
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own use of it
 @pytest.mark.parametrize("traced", ["whole", "inside", "ahead"])
 def test_a_compiled_function_refuses_tangents_too(ctx: ga.GpuContext, traced: str) -> None:
     """A compiler traces tensors without their tangents, which would give a derivative of 0."""

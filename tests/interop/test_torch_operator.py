@@ -171,6 +171,7 @@ def test_every_result_is_laid_out_as_it_is_promised(ctx: ga.GpuContext, form: st
         assert layout(called(*passed)) == layout(promised)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # by torch
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "nothing"])  # torch makes no fake copies of it
 def test_torchs_own_check_of_operators(ctx: ga.GpuContext, form: str) -> None:
     promises = ("test_faketensor",) if form == "float8" else ("test_schema", "test_faketensor")
