@@ -56,7 +56,7 @@ def register(context: GpuContext, name: str = "gpu_actors", *, model: PreTrained
 
     Models use it with ``attn_implementation=name``, or ``model.set_attn_implementation(name)``. Registering a name
     again replaces its context. model: is switched to it at once. Some models compute attention in code of their own
-    (GPT-J, Falcon, BLOOM, MPT and others). For these Transformers' ``set_attn_implementation`` only logs that nothing
+    (Falcon, BLOOM, MPT and others). For these Transformers' ``set_attn_implementation`` only logs that nothing
     changes, and this function raises `Unsupported`. Their forward pass raises it too, if they were loaded with the name
     and ask for a mask.
 
@@ -105,15 +105,41 @@ def continuous_batching(context: GpuContext, model: PreTrainedModel) -> Iterator
     former = {id(part): part.config._attn_implementation for part in _parts_of(model)}
     # Transformers reads a number after "flash" as the version of flash-attn.
     name = register(context, f"gpu_actors_{next(_numbers)}_flash")
+    caches = weakref.WeakSet[PagedAttentionCache]()
+    hook = model.register_forward_pre_hook(functools.partial(_take_caches, caches), with_kwargs=True)
     try:
         for part in _parts_of(model):
             part.config._attn_implementation = name
         yield
     finally:
+        hook.remove()
+        for cache in caches:
+            del cache.update
         for part in _parts_of(model):
             part.config._attn_implementation = former[id(part)]
         for interface in (AttentionInterface, masking_utils.AttentionMaskInterface):
             interface._global_mapping.pop(name, None)
+
+
+def _take_caches(
+    caches: weakref.WeakSet[PagedAttentionCache], module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
+) -> None:
+    """Leave the updates of a pass's cache to attention, which `_attend` does without a copy where it can.
+
+    From Transformers 5.24 on, a layer updates its cache before it asks for attention. Before, attention did so.
+    """
+    cache = kwargs.get("cache")
+    if isinstance(cache, PagedAttentionCache) and cache not in caches:
+        caches.add(cache)
+        cache.update = functools.partial(_pass_on, weakref.ref(cache))
+
+
+def _pass_on(
+    cache: weakref.ref[PagedAttentionCache], key_states: Any, value_states: Any, layer_idx: int, kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    """`PagedAttentionCache.update` that only puts the cache among the arguments of attention."""
+    kwargs["cache"] = cache()
+    return key_states, value_states
 
 
 def _check_switched(context: object, model: object) -> None:
@@ -198,8 +224,11 @@ def _attend(
             allocator = cache.layer_to_allocator[module.layer_idx]
             return paged.attend(allocator, module.layer_idx, q, k, v, s_aux, options, given)[None], None
         # This writes the new keys, and returns the keys of all sequences, one sequence after the other.
-        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=given)
+        key, value = PagedAttentionCache.update(cache, key, value, module.layer_idx, kwargs=given)
         cu_seq_lens_k, max_length_k, is_causal = given["cu_seq_lens_k"], given["max_length_k"], True
+    elif "read_index" in rest:
+        reason = "is not among the arguments of attention, so a layer of this model loses its earlier keys"
+        raise Unsupported("cache", None, reason, "PagedAttentionCache")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     attention_mask, reach, chunk = _read(attention_mask, sliding_window)

@@ -13,6 +13,7 @@ import gpu_actors as ga
 torch = pytest.importorskip("torch", reason="Transformers' models are torch's")
 transformers = pytest.importorskip("transformers", reason="its continuous batching is what is tested")
 bridge = pytest.importorskip("gpu_actors.interop.transformers")
+pages: Any = pytest.importorskip("gpu_actors.interop.transformers_pages")
 
 SIZES: dict[str, Any] = {
     "vocab_size": 60,
@@ -169,3 +170,24 @@ def test_what_is_no_context_or_model_and_a_cache_of_another_kind_are_refused(ctx
     attend = transformers.AttentionInterface()["paged_test"]
     with pytest.raises(ga.Unsupported, match="no paged cache"):
         attend(torch.nn.Module(), query, query, query, None, cache=object())
+    with pytest.raises(ga.Unsupported, match=r"cache=None.*loses its earlier keys"):
+        attend(torch.nn.Module(), query, query, query, None, read_index=[])
+
+
+def test_a_cache_is_its_own_again_after_a_pass(ctx: ga.GpuContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that updated the cache itself, as from Transformers 5.24 on, would copy all keys."""
+    caches = []
+    paged = pages.PagedAttention.attend
+
+    def look(self: Any, *given: Any) -> Any:
+        caches.extend(cache for cache, one in bridge._PAGED.items() if one is self and cache not in caches)
+        return paged(self, *given)
+
+    monkeypatch.setattr(pages.PagedAttention, "attend", look)
+    torch.manual_seed(0)
+    model = MODELS["llama"]().eval()
+    with bridge.continuous_batching(ctx, model):
+        generated(model)
+        assert ["update" in vars(cache) for cache in caches] == [True]
+    assert "update" not in vars(caches[0])
+    assert not model._forward_pre_hooks
