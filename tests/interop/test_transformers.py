@@ -16,6 +16,7 @@ from gpu_actors import FlashAttnHandle
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 bridge = pytest.importorskip("gpu_actors.interop.transformers")
+models: Any = pytest.importorskip("support.torch_models")
 routed = pytest.importorskip("gpu_actors.interop.torch").routed
 
 SIZES = {
@@ -159,8 +160,8 @@ def test_a_static_cache_without_a_mask_is_not_read_past_its_end(ctx):
 
     def run(model: Any) -> Any:
         cache = transformers.StaticCache(config=model.config, max_cache_len=32)
-        first = model(ids[:, :4], past_key_values=cache, use_cache=True).logits
-        return torch.cat([first, model(ids[:, 4:], past_key_values=cache, use_cache=True).logits], 1)
+        first = model(ids[:, :4], **{models.CACHE: cache}, use_cache=True).logits
+        return torch.cat([first, model(ids[:, 4:], **{models.CACHE: cache}, use_cache=True).logits], 1)
 
     same(*both(ctx, model, run))
 
@@ -411,11 +412,9 @@ class TestRefusals:
 # Models that compute attention themselves
 
 OF_THEIR_OWN: dict[str, dict[str, Any]] = {
-    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64},
     "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
     "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
-    "codegen": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64, "n_ctx": 64},
     "xglm": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 32, "max_position_embeddings": 64},
 }
 TOKENS = {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2}
@@ -435,7 +434,7 @@ def test_a_model_that_cannot_switch_is_refused_and_stays_on_eager(ctx: ga.GpuCon
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("family", ["bloom", "mpt", "codegen", "xglm"])
+@pytest.mark.parametrize("family", ["bloom", "mpt", "xglm"])
 def test_a_model_that_takes_only_the_mask_is_refused(ctx: ga.GpuContext, family: str) -> None:
     """Such a model reads a missing mask as one that hides nothing, so that each token would see later ones."""
     config = own_config(family)

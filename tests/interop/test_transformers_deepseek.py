@@ -15,6 +15,7 @@ import gpu_actors as ga
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 bridge = pytest.importorskip("gpu_actors.interop.transformers")
+models: Any = pytest.importorskip("support.torch_models")
 
 NOPE, ROTARY, LATENT = 128, 64, 512
 HEADS, ROWS = 2, 75
@@ -117,7 +118,7 @@ def test_decoding_over_a_cache_of_latents_is_eager_attention() -> None:
     up = attention.kv_b_proj.weight.detach().view(HEADS, 2 * NOPE, LATENT)
     kept = transformers.DynamicCache(config=watched.model.config)
     ids = torch.randint(1, 50, (2, 23), generator=torch.Generator().manual_seed(2))
-    watched.run("eager", ids[:, :20], past_key_values=kept)
+    watched.run("eager", ids[:, :20], **{models.CACHE: kept})
 
     def latents(begin: int) -> dict[str, Any]:
         """Rows of Transformers' cache, (batch, rows, 1, columns)."""
@@ -129,7 +130,7 @@ def test_decoding_over_a_cache_of_latents_is_eager_attention() -> None:
         seqs = [cache.create().result(30.0) for _ in range(2)]
         cache.append(seqs, **latents(0)).result(30.0)
         for step in range(20, 23):
-            wanted = watched.run("watched", ids[:, step : step + 1], past_key_values=kept)
+            wanted = watched.run("watched", ids[:, step : step + 1], **{models.CACHE: kept})
             q_nope, q_pe = watched.query.transpose(1, 2).split([NOPE, ROTARY], dim=-1)
             absorbed = torch.einsum("brhd,hdl->brhl", q_nope, up[:, :NOPE])
             options = {"q_pe": q_pe, "softmax_scale": attention.scaling}

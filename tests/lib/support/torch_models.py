@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ import torch
 import transformers
 from support.generation import write_tokenizer
 
-__all__ = ["FAMILIES", "MLA", "eager", "save"]
+__all__ = ["CACHE", "FAMILIES", "MLA", "eager", "save"]
+
+CACHE = min({"cache", "past_key_values"} & inspect.signature(transformers.LlamaForCausalLM.forward).parameters.keys())
+"""The argument of a forward pass for a cache: "past_key_values" before Transformers 5.24."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": 300,
