@@ -279,12 +279,8 @@ def test_options_on_the_device_may_belong_to_another_stream_than_the_capture(ord
         graphs.attend(step, warm)
         wanted = [made.consumed(array[3], warm) for array in graphs.arrays]
         made.finish()
-        made.api.begin_capture(recorded)
-        graphs.attend(step, recorded)
-        graphs.graph = made.api.end_capture(recorded)
+        captured = graphs.record(step, recorded)
         step.abort().result(20)
-        captured = step.captured
-        assert captured is not None
         for _ in range(2):
             step = captured.step(made.seqs).result(20)
             step.replay(lambda: made.api.launch_graph(graphs.graph, recorded), stream=recorded)
@@ -380,12 +376,8 @@ class TestOptions:
             tokens = [np.array([3]), np.array([9])]
             step = made.cache.step(seqs, heads_q=HEADS_Q, max_length=LONGEST, tokens=tokens).result(20)
             graphs.attend(step, handle)
-            made.api.begin_capture(handle)
-            graphs.attend(step, handle)
-            graphs.graph = made.api.end_capture(handle)
+            captured = graphs.record(step, handle)
             step.commit().result(20)
-            captured = step.captured
-            assert captured is not None
             others = [made.cache.create(np.arange(4)).result(20) for _ in range(2)]
             made.cache.append(others, made.rows(3), made.rows(3), tokens=[np.arange(3), np.arange(3)]).result(20)
             given: list[tuple[Any, Any]] = [(seqs, {})] * 4 + [(others, {"tokens": [np.array([7]), np.array([8])]})]
@@ -404,12 +396,8 @@ class TestOptions:
             values = graphs.write(handle)
             step = made.cache.step(made.seqs, heads_q=HEADS_Q, **options).result(20)
             graphs.attend(step, handle)
-            made.api.begin_capture(handle)
-            graphs.attend(step, handle)
-            graphs.graph = made.api.end_capture(handle)
+            captured = graphs.record(step, handle)
             step.abort().result(20)
-            captured = step.captured
-            assert captured is not None
             for moved in (positions + 5, positions + 9):
                 outs = []
                 for begin in (

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulated.caller_streams import DIM, HEADS_Q, LAYERS, ORDERS, Graphs, Program, program
+from emulated.caller_streams import DIM, HEADS_Q, ORDERS, Graphs, Program, program
 from emulated.memory import host_view
 from inside.cuda import Operation
 
@@ -29,18 +29,6 @@ def others_of(made: Program) -> tuple[list[Any], list[Any]]:
     return both[0], both[1]
 
 
-def captured_of(made: Program, graphs: Graphs, step: ga.KvStep, layers: Any = range(LAYERS)) -> ga.KvCapture:
-    """Capture layers of a step that has been attended to."""
-    handle = made.streams[1]
-    made.api.begin_capture(handle)
-    for layer in layers:
-        q, k, v, out = graphs.arrays[layer]
-        step.attend(layer, q, k, v, out=out, stream=handle)
-    graphs.graph = made.api.end_capture(handle)
-    assert step.captured is not None
-    return step.captured
-
-
 def test_the_step_that_captured_has_its_capture_until_it_ends() -> None:
     with program("eager", 1) as made:
         graphs = Graphs(made)
@@ -48,7 +36,7 @@ def test_the_step_that_captured_has_its_capture_until_it_ends() -> None:
         graphs.write(made.streams[0])
         step = made.cache.step(made.seqs, heads_q=HEADS_Q, max_length=LONGEST).result(20)
         graphs.attend(step, made.streams[0])
-        captured = captured_of(made, graphs, step)
+        captured = graphs.record(step, made.streams[1])
         waiting = captured.step(others)
         with pytest.raises(TimeoutError):
             waiting.result(0.05)
@@ -65,7 +53,7 @@ def test_layers_that_were_not_captured_have_the_tables_of_their_step(order: Host
         options: Any = {"max_length": LONGEST, "layer_options": {2: {"softcap": 5.0}}}
         step = made.cache.step(made.seqs, heads_q=HEADS_Q, **options).result(20)
         graphs.attend(step, handle)
-        captured = captured_of(made, graphs, step, (0, 1))
+        captured = graphs.record(step, made.streams[1], (0, 1))
         step.abort().result(20)
         q, k, v, out = graphs.arrays[2]
         for _ in range(4):
@@ -90,9 +78,9 @@ def test_a_replay_says_which_layers_its_graph_has() -> None:
         graphs.write(handle)
         step = made.cache.step(made.seqs, heads_q=HEADS_Q).result(20)
         graphs.attend(step, handle)
-        captured_of(made, graphs, step, (0, 1))
+        graphs.record(step, made.streams[1], (0, 1))
         first = graphs.graph
-        captured = captured_of(made, graphs, step, (2,))
+        captured = graphs.record(step, made.streams[1], (2,))
         step.abort().result(20)
         step = captured.step(made.seqs).result(20)
         step.replay(lambda: made.api.launch_graph(first, handle), layers=(0, 1), stream=handle)

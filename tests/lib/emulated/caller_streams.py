@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any, cast, get_args
 
@@ -154,8 +154,9 @@ class Graphs:
         self.arrays = [[empty(shape, "float16") for shape in shapes] for _ in range(LAYERS)]
         self.graph = 0
 
-    def attend(self, step: ga.KvStep, handle: int) -> None:
-        for layer, (q, k, v, out) in enumerate(self.arrays):
+    def attend(self, step: ga.KvStep, handle: int, layers: Iterable[int] = range(LAYERS)) -> None:
+        for layer in layers:
+            q, k, v, out = self.arrays[layer]
             step.attend(layer, q, k, v, out=out, stream=handle)
 
     def write(self, handle: int) -> tuple[Any, ...]:
@@ -188,13 +189,17 @@ class Graphs:
         step = made.cache.step(made.seqs, heads_q=HEADS_Q, **options).result(20)
         self.attend(step, warm)
         outs = [made.consumed(array[3], warm) for array in self.arrays]
-        self.api.begin_capture(recorded)
-        self.attend(step, recorded)
-        self.graph = self.api.end_capture(recorded)
+        captured = self.record(step, recorded)
         step.commit().result(20)
-        captured = step.captured
-        assert captured is not None
         return captured, outs, self.wanted(made.twins, values)
+
+    def record(self, step: ga.KvStep, handle: int, layers: Iterable[int] = range(LAYERS)) -> ga.KvCapture:
+        """Capture layers of a step that has been attended to."""
+        self.api.begin_capture(handle)
+        self.attend(step, handle, layers)
+        self.graph = self.api.end_capture(handle)
+        assert step.captured is not None
+        return step.captured
 
     def replay(self, captured: ga.KvCapture, seqs: Any, twins: Any, handle: int, values: Any = None) -> tuple[Any, Any]:
         values = values or self.write(handle)
