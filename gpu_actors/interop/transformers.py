@@ -49,6 +49,8 @@ _FEW_ROWS = 8
 """The most rows of a sequence in a decoding step, drafts included, for which the kernel that skips padding is made."""
 # By cache. When a generation ends, its cache is freed, and with it the prepared requests.
 _PAGED: weakref.WeakKeyDictionary[PagedAttentionCache, PagedAttention] = weakref.WeakKeyDictionary()
+# By implementation: the caches whose updates are left to attention, until its `continuous_batching` is left.
+_TAKEN: dict[str, weakref.WeakSet[PagedAttentionCache]] = {}
 
 
 def register(context: GpuContext, name: str = "gpu_actors", *, model: PreTrainedModel | None = None) -> str:
@@ -105,33 +107,36 @@ def continuous_batching(context: GpuContext, model: PreTrainedModel) -> Iterator
     former = {id(part): part.config._attn_implementation for part in _parts_of(model)}
     # Transformers reads a number after "flash" as the version of flash-attn.
     name = register(context, f"gpu_actors_{next(_numbers)}_flash")
-    caches = weakref.WeakSet[PagedAttentionCache]()
-    hook = model.register_forward_pre_hook(functools.partial(_take_caches, caches), with_kwargs=True)
+    _TAKEN[name] = weakref.WeakSet()
+    take = functools.partial(_take_cache, name)
+    hooks = [part.register_forward_pre_hook(take, with_kwargs=True) for part in _parts_of(model)]
     try:
         for part in _parts_of(model):
             part.config._attn_implementation = name
         yield
     finally:
-        hook.remove()
-        for cache in caches:
-            del cache.update
+        for hook in hooks:
+            hook.remove()
+        for cache in _TAKEN.pop(name):
+            vars(cache).pop("update", None)
         for part in _parts_of(model):
             part.config._attn_implementation = former[id(part)]
         for interface in (AttentionInterface, masking_utils.AttentionMaskInterface):
             interface._global_mapping.pop(name, None)
 
 
-def _take_caches(
-    caches: weakref.WeakSet[PagedAttentionCache], module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
-) -> None:
+def _take_cache(name: str, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Leave the updates of a pass's cache to attention, which `_attend` does without a copy where it can.
 
     From Transformers 5.24 on, a layer updates its cache before it asks for attention. Before, attention did so.
+    A module with another implementation, such as a copy of the model, gets the cache's own update.
     """
     cache = kwargs.get("cache")
-    if isinstance(cache, PagedAttentionCache) and cache not in caches:
-        caches.add(cache)
-        cache.update = functools.partial(_pass_on, weakref.ref(cache))
+    if isinstance(cache, PagedAttentionCache):
+        vars(cache).pop("update", None)
+        if name in _TAKEN and module.config._attn_implementation == name:
+            _TAKEN[name].add(cache)
+            cache.update = functools.partial(_pass_on, weakref.ref(cache))
 
 
 def _pass_on(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -56,6 +58,7 @@ OTHERS = {
 }
 SHARED = [7, 3, 9, 9, 1, 4, 4, 2]
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12], [*SHARED, *SHARED, 3], [*SHARED, *SHARED, 8, 8]]
+GREEDY = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
 
 
 @pytest.fixture(scope="module")
@@ -64,16 +67,17 @@ def ctx() -> Iterator[ga.GpuContext]:
         yield ctx
 
 
+def batching(page_size: int) -> Any:
+    """24 tokens a batch: prompts are cut, and prefill and decoding share forward passes."""
+    return transformers.ContinuousBatchingConfig(num_blocks=128 // page_size, page_size=page_size, max_batch_tokens=24)
+
+
 def generated(model: Any, page_size: int = 8) -> dict[str, Any]:
-    """The requests' results. 24 tokens a batch: prompts are cut, and prefill and decoding share forward passes."""
+    """The requests' results."""
     found = model.generate_batch(
         PROMPTS,
-        generation_config=transformers.GenerationConfig(
-            max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0
-        ),
-        continuous_batching_config=transformers.ContinuousBatchingConfig(
-            num_blocks=128 // page_size, page_size=page_size, max_batch_tokens=24
-        ),
+        generation_config=GREEDY,
+        continuous_batching_config=batching(page_size),
         progress_bar=False,
     )
     assert len(found) == len(PROMPTS)
@@ -191,3 +195,51 @@ def test_a_cache_is_its_own_again_after_a_pass(ctx: ga.GpuContext, monkeypatch: 
         assert ["update" in vars(cache) for cache in caches] == [True]
     assert "update" not in vars(caches[0])
     assert not model._forward_pre_hooks
+
+
+def test_a_manager_that_is_kept_generates_in_blocks_within_each_other_and_after_them(ctx: ga.GpuContext) -> None:
+    torch.manual_seed(0)
+    model = MODELS["llama"]().eval()
+    model.set_attn_implementation("eager")
+    expected = generated(model)["req_0"]
+    manager = model.init_continuous_batching(generation_config=GREEDY, continuous_batching_config=batching(8))
+    manager.start()
+    former = model.config._attn_implementation
+
+    def generates() -> None:
+        result = manager.get_result(manager.add_request(PROMPTS[0], max_new_tokens=6), timeout=60)
+        assert (result.generated_tokens, result.error) == expected
+
+    with ga.open_context("mock") as other:
+        with bridge.continuous_batching(ctx, model):
+            generates()
+            with bridge.continuous_batching(other, model):
+                generates()
+            generates()
+        assert model.config._attn_implementation == former
+        generates()
+        with bridge.continuous_batching(other, model):
+            generates()
+        manager.stop(block=True)
+
+
+@pytest.mark.parametrize("when", ["in the block", "a copy after it", "a pickle after it"])
+def test_another_implementation_reads_all_keys(ctx: ga.GpuContext, when: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS["llama"]().eval()
+    model.set_attn_implementation("eager")
+    expected = generated(model)
+    with bridge.continuous_batching(ctx, model):
+        manager = model.init_continuous_batching(generation_config=GREEDY, continuous_batching_config=batching(8))
+        manager.start()
+        assert manager.get_result(manager.add_request(PROMPTS[0], max_new_tokens=6), timeout=60).error is None
+        if when == "in the block":
+            model.set_attn_implementation("eager")
+            assert generated(model) == expected
+        elif when == "a copy after it":
+            model = copy.deepcopy(model)
+        else:
+            model = pickle.loads(pickle.dumps(model))
+        manager.stop(block=True)
+    model.set_attn_implementation("eager")
+    assert generated(model) == expected
