@@ -22,7 +22,6 @@ from gpu_actors.actors.kv_store import (
     KvWork,
 )
 from gpu_actors.arrays.adopt import Adopted, name_of, restore
-from gpu_actors.arrays.device_array import DeviceArray
 from gpu_actors.arrays.layout import ArrayLayout, contiguous, read_arrays
 from gpu_actors.arrays.request_arrays import changed, take_in
 from gpu_actors.devices.interface import Event, Launch, Outputs, Series
@@ -97,15 +96,8 @@ class StepLayers:
             first = self.first = self._first(own)
         outputs = {**first.outputs, "out": first.outputs["out"]._replace(into=out)}
         inputs = {**first.inputs, **own}
-        return Launch(first.key, inputs, outputs, first.oracle, first.steps, first.scratch, first.updates)
-
-    def note_launch(self) -> None:
-        """Let later launches not wait for the options' arrays. They run after this one, so a capture may hold them."""
-        self.launched = True
-        if self.first is not None:
-            arrays = self.first.inputs.items()
-            own = {name: dataclasses.replace(one, stream=None) for name, one in arrays if isinstance(one, DeviceArray)}
-            self.first = dataclasses.replace(self.first, inputs={**self.first.inputs, **own})
+        launch = Launch(first.key, inputs, outputs, first.oracle, first.steps, first.scratch, first.updates)
+        return dataclasses.replace(launch, waited=first.inputs.keys() - own.keys()) if self.launched else launch
 
     def renew(self, captured: StepLayers, series: Series) -> None:
         """Put the tables of this step where captured launches read them."""
@@ -254,8 +246,7 @@ class OpenStep:
             self._captured(layer, arrays["q"])
         else:
             self._attended.add(layer)
-            if not layers.launched:
-                layers.note_launch()
+            layers.launched = True
         if self._traced:
             self._trace("step.layer", layer=layer, captured=self._launches.series.captured)
         return outputs, template

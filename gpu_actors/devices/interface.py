@@ -10,7 +10,7 @@ module does not depend on which device runs the launch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
@@ -206,6 +206,7 @@ class Launch:
     updates: names of inputs that the steps, or the oracle, write in place. On CUDA these must be on the device.
     returned: names of inputs that the steps write, on the host or the device. An input on the host is copied to the
         device and back.
+    waited: names of inputs that earlier work of the launch's series waits for, so that a capture may hold them.
     """
 
     key: DispatchKey | None
@@ -216,6 +217,7 @@ class Launch:
     scratch: Mapping[str, ScratchSpec] = field(default_factory=dict)
     updates: tuple[str, ...] = ()
     returned: tuple[str, ...] = ()
+    waited: Collection[str] = ()
 
 
 def zero_launch(key: DispatchKey | None, q: Any, outputs: Mapping[str, OutputSpec]) -> Launch:

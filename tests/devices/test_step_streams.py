@@ -293,6 +293,30 @@ def test_a_layer_does_not_wait_for_a_stream_that_is_captured(waits_for: str) -> 
             np.testing.assert_array_equal(host_view(out), wanted)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_each_layer_waits_for_the_stream_of_its_options(order: HostOrder) -> None:
+    """A model may write the options of each layer to the same memory."""
+    with program(order, 3) as made:
+        graphs, (first, second) = Graphs(made), made.streams
+        slopes = made.produced(np.zeros(HEADS_Q, np.float32), second)
+        values, written = graphs.write(first), made.rng.random((LAYERS, HEADS_Q), np.float32)
+        step = made.cache.step(made.seqs, heads_q=HEADS_Q, alibi_slopes=slopes).result(20)
+        outs = []
+        for layer in range(LAYERS):
+            made.kept.append(made.produced(written[layer], second))
+            made.delay(second)
+            made.api.copy_on_device(slopes.address, made.kept[-1].address, slopes.nbytes, second)
+            graphs.attend(step, first, [layer])
+            outs.append(made.consumed(graphs.arrays[layer][3], first))
+            made.finish()
+        step.commit().result(20)
+        made.plain.append(made.twins, *values[1:]).result(20)
+        for layer, out in enumerate(outs):
+            one: Any = {"layer": layer, "alibi_slopes": written[layer]}
+            wanted = made.plain.attend(values[0][layer], made.twins, **one).result(20).out
+            np.testing.assert_array_equal(host_view(out), wanted)
+
+
 @pytest.mark.parametrize("kind", ["forward", "append", "attend", "out"])
 def test_a_request_does_not_wait_for_a_stream_that_is_captured(kind: str) -> None:
     """The service's own stream would become part of the capture, with the requests of other programs."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -391,9 +391,10 @@ class Operands:
         self.producers, self._results, self._launch = set(), {}, launch
         self.bound = self._bind(launch, self._find_on_device(launch), memory)
 
-    def on_device(self, launch: Launch) -> list[DeviceArray]:
-        """The launch's input arrays on the device, and its outputs there."""
-        return [*[launch.inputs[name] for name in self._placement.device], *self._results.values()]
+    def on_device(self, launch: Launch, besides: Collection[str] = ()) -> list[DeviceArray]:
+        """The launch's input arrays on the device, and its outputs there. besides: names of inputs to leave out."""
+        names = [name for name in self._placement.device if name not in besides]
+        return [*[launch.inputs[name] for name in names], *self._results.values()]
 
     def bound_before(self, arrays: Mapping[str, DeviceArray]) -> Bound | None:
         """The launch bound to the addresses of these arrays, or None if there was none.

@@ -505,7 +505,7 @@ class CudaSeries(Series):
             if shared is None:
                 return self._cuda.launch_for(launch, stream)
         operands = shared.operands
-        self._enqueue(operands, operands.on_device(launch), stream)
+        self._enqueue(operands, operands.on_device(launch, launch.waited if self.captured else ()), stream)
         return FinishedEvent(operands.found)
 
     def repeat(
