@@ -27,7 +27,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.autograd import forward_ad
@@ -49,8 +49,9 @@ _FEW_ROWS = 8
 """The most rows of a sequence in a decoding step, drafts included, for which the kernel that skips padding is made."""
 # By cache. When a generation ends, its cache is freed, and with it the prepared requests.
 _PAGED: weakref.WeakKeyDictionary[PagedAttentionCache, PagedAttention] = weakref.WeakKeyDictionary()
-# By implementation: the caches whose updates are left to attention, until its `continuous_batching` is left.
-_TAKEN: dict[str, weakref.WeakSet[PagedAttentionCache]] = {}
+# By implementation: the caches whose updates are left to attention, until its `continuous_batching` is left. Each with
+# whether its manager makes masks.
+_TAKEN: dict[str, weakref.WeakKeyDictionary[PagedAttentionCache, bool]] = {}
 
 
 def register(context: GpuContext, name: str = "gpu_actors", *, model: PreTrainedModel | None = None) -> str:
@@ -99,7 +100,8 @@ def continuous_batching(context: GpuContext, model: PreTrainedModel) -> Iterator
     these. This function therefore switches the model itself, to a name of its own. Several models may generate at once,
     each through another context.
 
-    Leave it once the model generates nothing more; the model then has its former implementation again. Transformers
+    Leave it once the model generates nothing more; the model then has its former implementation again, for which a
+    manager that was made within makes no masks, so that its requests fail unless that is flash-attn. Transformers
     computes on a thread of its own, so an error of the context becomes the ``error`` of each request that it concerns.
     Raises `InvalidRequest` for an object that is no context or model, and `Unsupported` as `register` does.
     """
@@ -107,7 +109,7 @@ def continuous_batching(context: GpuContext, model: PreTrainedModel) -> Iterator
     former = {id(part): part.config._attn_implementation for part in _parts_of(model)}
     # Transformers reads a number after "flash" as the version of flash-attn.
     name = register(context, f"gpu_actors_{next(_numbers)}_flash")
-    _TAKEN[name] = weakref.WeakSet()
+    _TAKEN[name] = weakref.WeakKeyDictionary()
     take = functools.partial(_take_cache, name)
     hooks = [part.register_forward_pre_hook(take, with_kwargs=True) for part in _parts_of(model)]
     try:
@@ -117,8 +119,10 @@ def continuous_batching(context: GpuContext, model: PreTrainedModel) -> Iterator
     finally:
         for hook in hooks:
             hook.remove()
-        for cache in _TAKEN.pop(name):
+        for cache, masked in _TAKEN.pop(name).items():
             vars(cache).pop("update", None)
+            if not masked and "flash" not in str(former[id(model)]):
+                cache.update = _refuse_update
         for part in _parts_of(model):
             part.config._attn_implementation = former[id(part)]
         for interface in (AttentionInterface, masking_utils.AttentionMaskInterface):
@@ -135,7 +139,7 @@ def _take_cache(name: str, module: Any, args: Any, kwargs: dict[str, Any]) -> No
     if isinstance(cache, PagedAttentionCache):
         vars(cache).pop("update", None)
         if name in _TAKEN and module.config._attn_implementation == name:
-            _TAKEN[name].add(cache)
+            _TAKEN[name][cache] = kwargs.get("attention_mask") is not None or _TAKEN[name].get(cache, False)
             cache.update = functools.partial(_pass_on, weakref.ref(cache))
 
 
@@ -145,6 +149,12 @@ def _pass_on(
     """`PagedAttentionCache.update` that only puts the cache among the arguments of attention."""
     kwargs["cache"] = cache()
     return key_states, value_states
+
+
+def _refuse_update(*_: Any, **given: Any) -> NoReturn:
+    """`PagedAttentionCache.update` of a manager without masks, for a model whose implementation needs them."""
+    reason = "must be used within continuous_batching, because it has no masks: make another manager"
+    raise InvalidRequest("cache", "one of a manager that was made there", reason)
 
 
 def _check_switched(context: object, model: object) -> None:

@@ -193,7 +193,11 @@ def test_a_cache_is_its_own_again_after_a_pass(ctx: ga.GpuContext, monkeypatch: 
     with bridge.continuous_batching(ctx, model):
         generated(model)
         assert ["update" in vars(cache) for cache in caches] == [True]
-    assert "update" not in vars(caches[0])
+        model.config._attn_implementation = "flash_attention_2"  # which needs no masks
+        with bridge.continuous_batching(ctx, model):
+            generated(model)
+        assert ["update" in vars(cache) for cache in caches] == [True, False]
+    assert vars(caches[0])["update"] is bridge._refuse_update
     assert not model._forward_pre_hooks
 
 
@@ -210,6 +214,7 @@ def test_a_manager_that_is_kept_generates_in_blocks_within_each_other_and_after_
         result = manager.get_result(manager.add_request(PROMPTS[0], max_new_tokens=6), timeout=60)
         assert (result.generated_tokens, result.error) == expected
 
+    generates()  # which makes the manager's masks
     with ga.open_context("mock") as other:
         with bridge.continuous_batching(ctx, model):
             generates()
@@ -243,3 +248,25 @@ def test_another_implementation_reads_all_keys(ctx: ga.GpuContext, when: str) ->
         manager.stop(block=True)
     model.set_attn_implementation("eager")
     assert generated(model) == expected
+
+
+def test_a_manager_of_a_block_generates_nothing_without_masks_after_it(ctx: ga.GpuContext) -> None:
+    """It makes no masks, without which eager attention and sdpa see later rows and other requests."""
+    torch.manual_seed(0)
+    model = MODELS["llama"]().eval()
+    model.set_attn_implementation("eager")
+    expected = generated(model)["req_0"]
+
+    def generates(manager: Any) -> Any:
+        result = manager.get_result(manager.add_request(PROMPTS[0], max_new_tokens=6), timeout=60)
+        return result.generated_tokens, result.error
+
+    with bridge.continuous_batching(ctx, model):
+        manager = model.init_continuous_batching(generation_config=GREEDY, continuous_batching_config=batching(8))
+        manager.start()
+        assert generates(manager) == expected
+    with bridge.continuous_batching(ctx, model):
+        assert generates(manager) == expected
+    assert "make another manager" in generates(manager)[1]
+    manager.stop(block=True)
+    assert generated(model)["req_0"] == expected
